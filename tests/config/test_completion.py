@@ -11,7 +11,6 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_mux.config.completion import complete, complete_stock_cpu, logged_keys
 from verl_mux.config.schema import MuxConfig, SyncConfig
-from verl_mux.errors import UserError
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
 
@@ -91,9 +90,3 @@ def test_verl_makes_the_engine_of_them_on_both_sides():
     for side in ({"is_master": True}, {}):
         engine = CheckpointEngineRegistry.new(given.backend, bucket_size=1 << 20, **side, **given.engine_kwargs["mux"])
         assert engine._settings.timeout_s == 7.0
-
-
-@pytest.mark.parametrize("backend", ["nccl", "mooncake", "delta_sharded"])
-def test_a_backend_of_verls_is_refused_by_name_and_not_replaced(backend):
-    with pytest.raises(UserError, match=f"checkpoint_engine.backend is '{backend}': trainer.v1.trainer_mode=mux_separate"):
-        synced(f"{BACKEND}={backend}")

@@ -10,11 +10,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
-from verl_mux.config.job_checks import Surroundings, check, check_rollout, check_surroundings, sliding_window
-from verl_mux.config.schema import RolloutConfig, convert
+from verl_mux.config.job_checks import Surroundings, check, model_config, refused_rollout, refused_surroundings, sliding_window
+from verl_mux.config.schema import RolloutConfig, convert, raise_first
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.oversampling import LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
+
+
+def check_surroundings(config) -> None:
+    raise_first(refused_surroundings(config, model_config(config)))
+
 
 REF, MODEL = "actor_rollout_ref", "actor_rollout_ref__model"
 SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
@@ -36,11 +41,20 @@ SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
         ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
         ({f"{SGLANG}__quantization": "fp8"}, ["engine_kwargs.sglang.quantization=fp8 is not supported"]),
         ({f"{SGLANG}__torchao_config": "int8wo"}, ["engine_kwargs.sglang.torchao_config=int8wo is not supported"]),
-        ({f"{SGLANG}__json_model_override_args": '{"quantization_config": {}}'}, ["override_args has a quantization_config"]),
+        (
+            {f"{SGLANG}__json_model_override_args": '{"quantization_config": {}}'},
+            ["of its quantization_config, its scales"],
+        ),
         ({f"{SGLANG}__speculative_algorithm": "EAGLE"}, ["speculative_algorithm=EAGLE is not supported"]),
         ({f"{SGLANG}__speculative_algorithm": "STANDALONE"}, ["allowed: NGRAM, null"]),
         ({f"{MODEL}__mtp": {"enable": True, "enable_rollout": True}}, ["model.mtp.enable_rollout=True is not supported"]),
-        ({f"{SGLANG}__enable_memory_saver": False}, ["enable_memory_saver=False: a sleeping engine"]),
+        (
+            {f"{SGLANG}__enable_memory_saver": False},
+            ["enable_memory_saver=False is not", "would keep all"],
+        ),
+        ({f"{REF}__rollout__checkpoint_engine": {"backend": "nccl"}}, ["checkpoint_engine.backend is 'nccl'", "set mux"]),
+        ({"trainer__use_v1": False}, ["trainer.use_v1=False starts verl's legacy trainer"]),
+        ({"trainer__nnodes": ""}, ["trainer.nnodes is ''; a number of 1 or more is needed"]),
         ({f"{MODEL}__lora_rank": 8}, ["model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"]),
         ({f"{MODEL}__lora__rank": 8}, ["model.lora.rank=8 needs"]),
         ({f"{MODEL}__lora_adapter_path": "a"}, ["model.lora_adapter_path=a needs"]),
@@ -143,7 +157,7 @@ AROUND = Surroundings("mux_separate", train_batch_size=8, samples_per_group=4, m
 
 def load(given, around) -> RolloutConfig:
     config = convert(given, RolloutConfig, "mux.rollout")
-    check_rollout(config, around)
+    raise_first(refused_rollout(config, around))
     return config
 
 

@@ -305,7 +305,8 @@ def test_a_driver_becomes_a_fork_server_once_and_not_where_forks_are_not_possibl
     started: list[str] = []
     mux = SimpleNamespace(launch=SimpleNamespace(warm=True))
     monkeypatch.setattr(preflight, "check", lambda _: mux)
-    monkeypatch.setattr(preflight, "check_surroundings", lambda _: None)
+    monkeypatch.setattr(preflight, "refused_surroundings", lambda *_: ())
+    monkeypatch.setattr(preflight, "model_config", lambda _: None)
     monkeypatch.setattr(preflight, "ask_coordinator", refuse)
     monkeypatch.setattr(preflight.os, "execv", lambda _, words: started.extend(words))
     monkeypatch.setattr("sys.argv", ["main_ppo", "ray_kwargs.ray_init.address=local"])

@@ -29,7 +29,7 @@ _DEFAULT_BUCKET_MB, _OUR_BUCKET_MB = 2048, 256
 
 
 def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
-    """Everything below, in order. Raises UserError: what is given contradicts the mode."""
+    """Everything below, in order, of a config that job_checks.py accepts."""
     with open_dict(config):
         _imply_mode(config)
         _imply_memory(config)
@@ -119,12 +119,6 @@ def _imply_mode(config: DictConfig) -> None:
         role.strategy = "fsdp2" if role.strategy == "fsdp" else role.strategy
     if config.trainer.v1.trainer_mode == "mux_colocate":
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if (given := rollout.checkpoint_engine.backend) not in ("naive", "mux"):  # naive: verl's own default
-        raise UserError(
-            f"actor_rollout_ref.rollout.checkpoint_engine.backend is {given!r}: trainer.v1.trainer_mode="
-            f"{config.trainer.v1.trainer_mode} syncs while no trainer holds a GPU, and {given} gathers the weights on them; "
-            "leave it out, or set mux"
-        )
     rollout.checkpoint_engine.backend = "mux"
     rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
     if not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):  # the user's own stays

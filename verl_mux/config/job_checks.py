@@ -1,7 +1,8 @@
 """Refuse a job's config where keys contradict one another, a trainer mode, or what a sleeping job must not keep on its device.
 
-Runs in the job's driver before Ray starts (preflight.py) and in `verl-mux report --what-if` (check_rollout); reads a config, the
-environment and the model's config file, and writes nothing. Each refusal names the key, its value and the way out.
+Runs in the job's driver before Ray starts (preflight.py), in `verl-mux doctor --job` and in `verl-mux report --what-if`
+(refused_rollout); reads a config, the environment and the model's config file, and writes nothing. A start raises the first
+refusal. Each names the key, its value and the way out.
 """
 
 from __future__ import annotations
@@ -17,101 +18,134 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.config.schema import MuxConfig, RolloutConfig, convert
+from verl_mux.config.schema import MuxConfig, Refusal, RolloutConfig, convert, raise_first, wrong_keys
 from verl_mux.coordinator.bus.messages import AUTO
-from verl_mux.errors import UserError
 from verl_mux.memory.model_files import known_model_config
 from verl_mux.placement.estimator import LEAST
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, EngineRecord, engines
 from verl_mux.rollout.lengths.predictors import PREDICTORS
 
 MODES = ("mux_separate", "mux_colocate")
 _STREAMING_MODES = ("colocate_async", "separate_async")
+_MODE = "trainer.v1.trainer_mode"
 _ROOT = "mux.rollout"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled")
 
 
 def check(config: DictConfig) -> MuxConfig | None:
-    """Check a verl config that asks for one of our trainer modes; None for any other. Raises UserError: naming the key, its value
-    and what is allowed."""
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not str(mode).startswith("mux_"):
+    """Check a verl config that asks for one of our trainer modes; None for any other. Raises Refusal: the first of `refused`."""
+    if not str(OmegaConf.select(config, _MODE)).startswith("mux_"):
         return None
+    raise_first(refused(config))
+    return load(config)
+
+
+def refused(config: DictConfig) -> Iterator[Refusal]:
+    """All that a config which asks for one of our trainer modes is refused for."""
+    mode = str(OmegaConf.select(config, _MODE))
     if mode not in MODES:
-        raise UserError(f"trainer.v1.trainer_mode={mode} is unknown; ours are {', '.join(MODES)}")
-    mux = load(config)
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in engines():
-        raise UserError(f"trainer.v1.trainer_mode={mode} needs {_ROLLOUT}.name={' or '.join(engines())}, given {rollout.name}")
-    if mode == "mux_separate" and (rollout.nnodes < 1 or rollout.n_gpus_per_node < 1):
-        raise UserError(
-            f"trainer.v1.trainer_mode=mux_separate needs a rollout pool: set {_ROLLOUT}.nnodes and "
-            f".n_gpus_per_node to 1 or more, given {rollout.nnodes} and {rollout.n_gpus_per_node}"
-        )
-    gpus, size = _rollout_gpus(config, mode)
-    if gpus % size:
-        raise UserError(
-            f"{_ROLLOUT}: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
-            "parallel size); the number of GPUs must be a multiple of it"
-        )
-    unsupported = f"is not supported by trainer.v1.trainer_mode={mode}"
+        yield Refusal(f"{_MODE}={mode} is unknown; ours are {', '.join(MODES)}", _MODE, mode)
+        return
+    mux, wrong = _read(config)
+    yield from wrong
+    name = OmegaConf.select(config, f"{_ROLLOUT}.name")
+    if name not in engines():
+        needed = f"{_MODE}={mode} needs {_ROLLOUT}.name={' or '.join(engines())}, given {name}"
+        yield Refusal(needed, f"{_ROLLOUT}.name", name)
+    yield from _refused_sizes(config, mode)
+    unsupported = f"is not supported by {_MODE}={mode}"
     # verl keeps these roles awake on GPUs, and no phase of ours covers them.
-    _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
-    _forbid(config, ["algorithm.filter_groups.enable"], f"{unsupported}; use sync", "False")
-    _check_memory(config, mode, unsupported)
-    updates = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step")
-    if updates not in (None, 1):
-        raise UserError(f"trainer.v1.{mode}.parameter_sync_step is {updates}; {mode} is strictly on-policy, 1 is allowed")
-    if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
-        raise UserError(
-            f"trainer.v1.trainer_mode=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
-            f"and mux.nodes.train is {mux.nodes.train}; they must be equal"
+    yield from _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
+    yield from _forbid(config, ["algorithm.filter_groups.enable"], f"{unsupported}; use sync", "False")
+    yield from _refused_memory(config, mode, unsupported)
+    backend = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if (given := OmegaConf.select(config, backend)) not in (None, "naive", "mux"):  # naive: verl's own default
+        yield Refusal(
+            f"{backend} is {given!r}: {_MODE}={mode} syncs while no trainer holds a GPU, and {given} gathers the weights on them;"
+            " leave it out, or set mux",
+            backend,
+            given,
         )
-    check_rollout_keys(config, mux)
+    if OmegaConf.select(config, "trainer.use_v1") is False:
+        legacy = f"trainer.use_v1=False starts verl's legacy trainer, which does not know {_MODE}={mode}; allowed: True"
+        yield Refusal(legacy, "trainer.use_v1", False)
+    step = f"trainer.v1.{mode}.parameter_sync_step"
+    if (updates := OmegaConf.select(config, step)) not in (None, 1):
+        yield Refusal(f"{step} is {updates}; {mode} is strictly on-policy, 1 is allowed", step, updates)
+    if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
+        yield Refusal(
+            f"{_MODE}=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
+            f"and mux.nodes.train is {mux.nodes.train}; they must be equal",
+            "mux.nodes.rollout",
+            mux.nodes.rollout,
+        )
+    yield from refused_rollout_keys(config, mux)
     if mux.rollout.controlled:
         ours = "does not go with mux.rollout's order, moves, over-sampling and segments, which"
-        _forbid(config, [f"{_ROLLOUT}.enable_rollout_routing_replay"], f"{ours} do not keep routed experts", "False")
-        _forbid(config, ["trainer.v1.sampler.custom_sampler.path"], f"{ours} choose the batch themselves", "null")
-    return mux
+        routing, sampler = f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.v1.sampler.custom_sampler.path"
+        yield from _forbid(config, [routing], f"{ours} do not keep routed experts", "False")
+        yield from _forbid(config, [sampler], f"{ours} choose the batch themselves", "null")
 
 
-def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> None:
+def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> Iterator[Refusal]:
     """Refuse each of these keys that is set to something true."""
     for key in keys:
         if value := OmegaConf.select(config, key):
-            raise UserError(f"{key}={value} {why}; allowed: {allowed}")
+            yield Refusal(f"{key}={value} {why}; allowed: {allowed}", key, value)
 
 
 def load(config: DictConfig) -> MuxConfig:
-    """Return the `mux` part of a whole verl config, with defaults where there is none. Raises UserError: an unknown key, a value
+    """Return the `mux` part of a whole verl config, with defaults where there is none. Raises Refusal: an unknown key, a value
     that is not possible, or keys that contradict one another."""
-    mux = convert(_plain(config), MuxConfig, "mux")
-    if (transport := mux.sync.transport) != "sockets":
+    mux, wrong = _read(config)
+    raise_first(wrong)
+    return mux
+
+
+def _read(config: DictConfig) -> tuple[MuxConfig, list[Refusal]]:
+    """The `mux` part and what is wrong with it; with wrong keys, the defaults."""
+    try:
+        values = _plain(config)
+    except Refusal as refusal:
+        return MuxConfig(), [refusal]
+    if wrong := list(wrong_keys(values, MuxConfig, "mux")):
+        return MuxConfig(), wrong
+    mux = convert(values, MuxConfig, "mux")
+    mux.job = mux.job or str(OmegaConf.select(config, "trainer.experiment_name") or "job")
+    return mux, list(_contradictions(mux))
+
+
+def _contradictions(mux: MuxConfig) -> Iterator[Refusal]:
+    transport, key = mux.sync.transport, "mux.sync.transport"
+    if transport != "sockets":
         if not mux.sync.verify:
-            raise UserError(f"mux.sync.transport={transport} relies on digests: mux.sync.verify is False and must be True")
+            line = f"{key}={transport} relies on digests: mux.sync.verify is False and must be True"
+            yield Refusal(line, "mux.sync.verify", False)
         if importlib.util.find_spec(transport) is None:
             missing = f"the package {transport} is not installed here; install it, or use sockets"
-            raise UserError(f"mux.sync.transport={transport}: {missing}")
+            yield Refusal(f"{key}={transport}: {missing}", key, transport)
     for side in ("rollout", "train"):
         if not getattr(mux.nodes, side):
-            raise UserError(f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]")
+            empty = f"mux.nodes.{side} is empty; name at least one node of the coordinator, e.g. [{side}0]"
+            yield Refusal(empty, f"mux.nodes.{side}", [])
     counts = len(mux.profiled.rollout), len(mux.profiled.train)
     if counts[0] != counts[1] or 0 < counts[0] < LEAST:
-        raise UserError(
-            f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; as many of both are needed, at least {LEAST}"
-        )
+        needed = f"as many of both are needed, at least {LEAST}"
+        line = f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; {needed}"
+        yield Refusal(line, "mux.profiled", counts)
     if AUTO in (*mux.nodes.rollout, *mux.nodes.train):
         if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
-            raise UserError(
+            yield Refusal(
                 f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; the coordinator chooses both"
-                " (mux.nodes=auto) or none"
+                " (mux.nodes=auto) or none",
+                "mux.nodes",
+                [mux.nodes.rollout, mux.nodes.train],
             )
-        if not mux.coordinator:
-            raise UserError("mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set")
-    mux.job = mux.job or str(OmegaConf.select(config, "trainer.experiment_name") or "job")
-    return mux
+        elif not mux.coordinator:
+            line = "mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set"
+            yield Refusal(line, "mux.coordinator", mux.coordinator)
 
 
 def _plain(config: DictConfig) -> Any:
@@ -120,7 +154,7 @@ def _plain(config: DictConfig) -> Any:
         node = OmegaConf.select(config, "mux")
         values = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise UserError(f"mux: {str(error).splitlines()[0]}") from None
+        raise Refusal(f"mux: {str(error).splitlines()[0]}", "mux") from None
     if not isinstance(values, dict):
         return {} if values is None else values
     if values.get("nodes") == AUTO:
@@ -132,12 +166,41 @@ def _plain(config: DictConfig) -> Any:
     return values
 
 
+_POOL = f"{_ROLLOUT}.nnodes", f"{_ROLLOUT}.n_gpus_per_node"
+_GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
+_PARALLEL = tuple(f"{_ROLLOUT}.{kind}_parallel_size" for kind in ("tensor_model", "data", "pipeline_model"))
+
+
+def _refused_sizes(config: DictConfig, mode: str) -> Iterator[Refusal]:
+    """Each number of nodes or GPUs that is none, and a pool that its replicas do not fill."""
+    values = {key: OmegaConf.select(config, key) for key in (*_POOL, *_GPUS, *_PARALLEL)}
+    for key, value in values.items():
+        if (isinstance(value, int) and value >= 1) or (key in _POOL and mode == "mux_colocate"):
+            continue
+        line = f"{key} is {value!r}; a number of 1 or more is needed"
+        if key in _POOL:
+            first, second = (values[part] for part in _POOL)
+            pool = f"set {_ROLLOUT}.nnodes and .n_gpus_per_node to 1 or more, given {first} and {second}"
+            line = f"{_MODE}=mux_separate needs a rollout pool: {pool}"
+        yield Refusal(line, key, value)
+    gpus, size = _rollout_gpus(config, mode)
+    if gpus and size and gpus % size:
+        yield Refusal(
+            f"{_ROLLOUT}: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
+            "parallel size); the number of GPUs must be a multiple of it",
+            _PARALLEL[0],
+            values[_PARALLEL[0]],
+        )
+
+
 def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
-    """GPUs that generate, and GPUs of one replica."""
-    rollout = config.actor_rollout_ref.rollout
-    side = rollout if mode == "mux_separate" else config.trainer
-    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-    return side.nnodes * side.n_gpus_per_node, size
+    """GPUs that generate, and GPUs of one replica; 0 where that is not known."""
+
+    def product(keys: Sequence[str]) -> int:
+        values = [OmegaConf.select(config, key) for key in keys]
+        return math.prod(values) if all(isinstance(value, int) and value > 0 for value in values) else 0
+
+    return product(_POOL if mode == "mux_separate" else _GPUS), product(_PARALLEL)
 
 
 # ---------------------------------------------------------------- device memory
@@ -145,62 +208,60 @@ def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
 _STRATEGIES = ("fsdp", "fsdp2")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WINDOWS = ("sliding_attention", "chunked_attention")
-_NO_SCALES = "its scales do not survive a sleep"
-# SGLang's own arguments that quantize weights, and keys of a model's config that say its file holds quantized weights.
-_QUANTIZERS = ("quantization", "modelopt_quant", "torchao_config", "rl_quant_profile")
+# Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
-def _check_memory(config: DictConfig, mode: str, unsupported: str) -> None:
+def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator[Refusal]:
     """Each of these is right in verl's own trainer modes, where no other job wants the device."""
     # verl's other training engines have offload keys of their own, and none has been seen to leave the device.
     critic = OmegaConf.select(config, "algorithm.adv_estimator") == "gae" or OmegaConf.select(config, "critic.enable")
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if critic else [])):
         if OmegaConf.select(config, f"{role}.strategy") not in (None, *_STRATEGIES):
-            _forbid(config, [f"{role}.strategy"], unsupported, ", ".join(_STRATEGIES))
+            yield from _forbid(config, [f"{role}.strategy"], unsupported, ", ".join(_STRATEGIES))
     model = "actor_rollout_ref.model"
     if not OmegaConf.select(config, f"{model}.lora.merge"):
         for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):  # three spellings of one choice
             if value := OmegaConf.select(config, key):
-                raise UserError(
-                    f"trainer.v1.trainer_mode={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true"
-                )
-    arguments = f"{_ROLLOUT}.engine_kwargs.{OmegaConf.select(config, f'{_ROLLOUT}.name')}"
-    quantizers = [f"{_ROLLOUT}.quantization", *(f"{arguments}.{name}" for name in _QUANTIZERS)]
-    _forbid(config, quantizers, f"{unsupported}: {_NO_SCALES}", "null")
-    overrides = f"{arguments}.json_model_override_args"
-    if "quantization_config" in str(OmegaConf.select(config, overrides)):
-        raise UserError(f"{overrides} has a quantization_config, which {unsupported}: {_NO_SCALES}; allowed: none")
-    # A draft model sleeps with the engine's weights, and neither a copy nor a sync brings it back.
-    drafts = f"{unsupported}: nothing brings a draft model back after a sleep"
-    algorithm = f"{arguments}.speculative_algorithm"
-    if OmegaConf.select(config, algorithm) != "NGRAM":  # which needs no model of its own
-        _forbid(config, [algorithm], drafts, "NGRAM, null")
+                whole = f"{_MODE}={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true"
+                yield Refusal(whole, key, value)
+    yield from _forbid(config, [f"{_ROLLOUT}.quantization"], f"{unsupported}: {NO_SCALES}", "null")
     for key in (f"{model}.mtp", f"{_ROLLOUT}.mtp"):
         if OmegaConf.select(config, f"{key}.enable"):
-            _forbid(config, [f"{key}.enable_rollout"], drafts, "False")
-    saver = f"{arguments}.enable_memory_saver"
-    if OmegaConf.select(config, saver) is False:
-        raise UserError(f"{saver}=False: a sleeping engine would keep all its memory; trainer.v1.trainer_mode={mode} needs True")
+            drafts = f"{unsupported}: {NO_DRAFTS}"
+            yield from _forbid(config, [f"{key}.enable_rollout"], drafts, "False")
+    if engine := _engine(config):
+        arguments = f"{_ROLLOUT}.engine_kwargs.{engine.name}"
+        given = OmegaConf.select(config, arguments) or {}
+        for name, why, allowed in engine.refused_arguments(given):
+            line = f"{arguments}.{name}={given[name]} {unsupported}: {why}; allowed: {allowed}"
+            yield Refusal(line, f"{arguments}.{name}", given[name])
 
 
-def check_surroundings(config: DictConfig) -> None:
-    """Check the environment and the model's config file. Raises UserError."""
+def _engine(config: DictConfig) -> EngineRecord | None:
+    return engines().get(str(OmegaConf.select(config, f"{_ROLLOUT}.name")))
+
+
+def model_config(config: DictConfig) -> dict[str, Any] | None:
+    """The model's own `config.json`; None: it is not to be had."""
+    return known_model_config(str(OmegaConf.select(config, "actor_rollout_ref.model.path")))
+
+
+def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """What the environment, and the model's `config.json`, if it is to be had, are refused for."""
     for variable in _ALLOCATOR:
-        words = os.environ.get(variable, "").replace(" ", "").lower()
-        if "expandable_segments:true" in words:
-            raise UserError(
-                f"{variable}={os.environ[variable]}: torch_memory_saver frees nothing with expandable segments; take them out"
-            )
-    path = str(OmegaConf.select(config, "actor_rollout_ref.model.path"))
-    model, named = known_model_config(path) or {}, f"actor_rollout_ref.model.path={path}"
-    if quantized := next((key for key in _QUANTIZED if _language_model(model).get(key)), None):
-        raise UserError(f"{named} is quantized ({quantized}): {_NO_SCALES}; allowed: models in bf16, fp16 or fp32")
-    if window := sliding_window(model):
-        raise UserError(
-            f"{named} has sliding-window attention ({window}): SGLang 0.5.12 keeps its KV cache on the device while it sleeps;"
-            " allowed: models without"
-        )
+        given = os.environ.get(variable, "")
+        if "expandable_segments:true" in given.replace(" ", "").lower():
+            line = f"{variable}={given}: torch_memory_saver frees nothing with expandable segments; take them out"
+            yield Refusal(line, variable, given)
+    key = "actor_rollout_ref.model.path"
+    path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), _engine(config)
+    if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
+        line = f"{key}={path} is quantized ({quantized}): {NO_SCALES}; allowed: models in bf16, fp16 or fp32"
+        yield Refusal(line, key, path)
+    if engine and engine.no_windows and (window := sliding_window(model)):
+        line = f"{key}={path} has sliding-window attention ({window}): {engine.no_windows}; allowed: models without"
+        yield Refusal(line, key, path)
 
 
 def sliding_window(model: Mapping[str, Any]) -> str | None:
@@ -236,8 +297,8 @@ class Surroundings:
     bypasses_old_log_probs: bool = False
 
 
-def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
-    """Check `mux.rollout` against the rest of the job's config. Raises UserError."""
+def refused_rollout_keys(config: DictConfig, mux: MuxConfig) -> Iterator[Refusal]:
+    """`mux.rollout` against the rest of the job's config."""
     rollout = config.actor_rollout_ref.rollout
     mode = str(config.trainer.v1.trainer_mode)
     at_once = OmegaConf.select(rollout, "max_num_seqs")
@@ -247,44 +308,44 @@ def check_rollout_keys(config: DictConfig, mux: MuxConfig) -> None:
         train_batch_size=OmegaConf.select(config, "data.train_batch_size") or 1,
         samples_per_group=OmegaConf.select(rollout, "n") or 1,
         max_response_length=OmegaConf.select(config, "data.max_response_length") or sys.maxsize,
-        engine_requests=at_once * max(1, gpus // size) if at_once else None,
+        engine_requests=at_once * max(1, gpus // size) if at_once and size else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
     )
-    check_rollout(mux.rollout, around)
+    return refused_rollout(mux.rollout, around)
 
 
-def check_rollout(keys: RolloutConfig, around: Surroundings) -> None:
-    """Check these keys together and with the rest of the job. Raises UserError."""
-    _check_modes(keys, around.trainer_mode)  # first: elsewhere a better value would not help
+def refused_rollout(keys: RolloutConfig, around: Surroundings) -> Iterator[Refusal]:
+    """These keys together and with the rest of the job."""
+    yield from _refused_modes(keys, around.trainer_mode)  # first: elsewhere a better value would not help
     for possible, key, value, allowed in _conditions(keys, around):
         if not possible:
-            raise UserError(f"{_ROOT}.{key}={value} is not possible; allowed: {allowed}")
+            yield Refusal(f"{_ROOT}.{key}={value} is not possible; allowed: {allowed}", f"{_ROOT}.{key}", value)
     nodes = list(around.rollout_nodes)
     if keys.migration:
-        why = f"{_ROOT}.migration=True is not possible: "
+        key, why = f"{_ROOT}.migration", f"{_ROOT}.migration=True is not possible: "
         if keys.cuts:
-            raise UserError(f"{why}over-sampling and segments cut the tail off that migration would gather")
+            yield Refusal(f"{why}over-sampling and segments cut the tail off that migration would gather", key, True)
         if nodes != [AUTO] and len(nodes) == 1:
-            raise UserError(f"{why}mux.nodes.rollout={nodes} names one node; two or more are needed")
+            yield Refusal(f"{why}mux.nodes.rollout={nodes} names one node; two or more are needed", key, True)
     if keys.growth.own is not None:
         why = "both say which engines a rollout's last responses run on"
-        _exclude("growth.own", list(keys.growth.own), {**_cuts(keys), "migration": keys.migration or None}, why)
+        yield from _exclude("growth.own", list(keys.growth.own), {**_cuts(keys), "migration": keys.migration or None}, why)
     if keys.defers:
-        _exclude("tail", keys.tail, _cuts(keys), "rounds of whole responses leave no tail to cut off")
+        yield from _exclude("tail", keys.tail, _cuts(keys), "rounds of whole responses leave no tail to cut off")
     if around.bypasses_old_log_probs:
         bypass = "algorithm.rollout_correction.bypass_mode=True leaves out"
         if keys.cuts:
-            what = "old log-probs of the present weights"
-            raise UserError(
-                f"{_ROOT}.segments.treatment={keys.segments.treatment} needs {what}, which {bypass}; allowed: bypass_mode=False"
-            )
+            key, given = f"{_ROOT}.segments.treatment", keys.segments.treatment
+            what = f"{key}={given} needs old log-probs of the present weights, which {bypass}; allowed: bypass_mode=False"
+            yield Refusal(what, key, given)
         if keys.trigger.n_min is not None and keys.trigger.entropy is not None:
-            what = "the entropy that verl computes with old log-probs"
-            raise UserError(f"{_ROOT}.trigger.entropy={list(keys.trigger.entropy)} needs {what}, which {bypass}; allowed: null")
+            key, entropy = f"{_ROOT}.trigger.entropy", list(keys.trigger.entropy)
+            what = f"{key}={entropy} needs the entropy that verl computes with old log-probs, which {bypass}; allowed: null"
+            yield Refusal(what, key, entropy)
 
 
-def _check_modes(keys: RolloutConfig, mode: str) -> None:
+def _refused_modes(keys: RolloutConfig, mode: str) -> Iterator[Refusal]:
     """Each part needs a trainer that offers what it builds on."""
     why_not = {
         "sync": "its trainer offers no place to cut requests off",
@@ -304,10 +365,8 @@ def _check_modes(keys: RolloutConfig, mode: str) -> None:
     ]
     for key, value, allowed, why in parts:
         if value is not None and mode not in allowed:
-            raise UserError(
-                f"{_ROOT}.{key}={value} does not go with trainer.v1.trainer_mode={mode}: {why}; "
-                f"allowed trainer modes: {', '.join(allowed)}"
-            )
+            line = f"{_ROOT}.{key}={value} does not go with {_MODE}={mode}: {why}; allowed trainer modes: {', '.join(allowed)}"
+            yield Refusal(line, f"{_ROOT}.{key}", value)
 
 
 def _conditions(keys: RolloutConfig, around: Surroundings) -> Iterator[tuple[bool, str, Any, str]]:
@@ -347,7 +406,8 @@ def _cuts(keys: RolloutConfig) -> dict[str, Any]:
     return {"oversample.rate": rate, "segments.segment_length": keys.segments.segment_length}
 
 
-def _exclude(key: str, value: Any, others: Mapping[str, Any], why: str) -> None:
+def _exclude(key: str, value: Any, others: Mapping[str, Any], why: str) -> Iterator[Refusal]:
     for other, given in others.items():
         if given is not None:
-            raise UserError(f"{_ROOT}.{key}={value} is not possible with {_ROOT}.{other}={given}: {why}; allowed: one of the two")
+            line = f"{_ROOT}.{key}={value} is not possible with {_ROOT}.{other}={given}: {why}; allowed: one of the two"
+            yield Refusal(line, f"{_ROOT}.{key}", value)

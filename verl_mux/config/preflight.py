@@ -17,8 +17,8 @@ from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_mux.config.job_checks import check, check_rollout_keys, check_surroundings, load
-from verl_mux.config.schema import MuxConfig
+from verl_mux.config.job_checks import check, load, model_config, refused_rollout_keys, refused_surroundings
+from verl_mux.config.schema import MuxConfig, raise_first
 from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
@@ -53,7 +53,7 @@ def check_job(config: DictConfig) -> None:
             raise UserError(CPU_PACKAGE_MISSING)
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
-        check_surroundings(config)
+        raise_first(refused_surroundings(config, model_config(config)))
         if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:
             become_fork_server()
         ask_coordinator(config, mux)
@@ -109,13 +109,13 @@ def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
 def complete_stock_mode(config: DictConfig) -> None:
     """verl's own trainer modes: the event log with `mux.profile.enable=true`, the training trigger with
     `mux.rollout.trigger.n_min`, and what a platform without GPU needs. No mux keys on a GPU: nothing. Raises UserError: as
-    `check_rollout_keys`, and for a custom sampler beside the trigger."""
+    `refused_rollout_keys`, and for a custom sampler beside the trigger."""
     from verl_mux import plugin
     from verl_mux.config import completion
 
     if OmegaConf.select(config, "mux") is not None:
         mux = load(config)
-        check_rollout_keys(config, mux)
+        raise_first(refused_rollout_keys(config, mux))
         triggered = mux.rollout.trigger.n_min is not None
         if mux.profile.enable or triggered:
             completion.hand_to_workers(config, mux)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,6 +21,20 @@ from verl_mux.rollout.control.oversampling import MAX_CUTS, LagLimit
 from verl_mux.rollout.control.segments import SegmentLimits
 
 _T = TypeVar("_T")
+
+
+class Refusal(UserError):
+    """Why a job does not start, in one line that names `key` and what it was `given`."""
+
+    def __init__(self, line: str, key: str, given: Any = None) -> None:
+        super().__init__(line)
+        self.key, self.given = key, given
+
+
+def raise_first(found: Iterable[Refusal]) -> None:
+    """A start ends at its first refusal; `verl-mux doctor --job` shows all."""
+    for refusal in found:
+        raise refusal
 
 
 def _doc(text: str, **bounds: float) -> Meta:
@@ -266,22 +280,25 @@ class MuxConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def convert(values: Any, kind: type[_T], root: str) -> _T:
     """`values` as a struct of this kind, whose keys lie under `root`; "3" is a number too, as an environment has it.
-    Raises UserError: an unknown key, a value of the wrong kind or out of its bounds, or a number that is not finite."""
-    _check_keys(values, kind, root)
+    Raises Refusal: the first of `wrong_keys`."""
+    raise_first(wrong_keys(values, kind, root))
     return msgspec.convert(values, kind, strict=False)
 
 
-def _check_keys(values: Any, kind: type, path: str) -> None:
+def wrong_keys(values: Any, kind: type, path: str) -> Iterator[Refusal]:
+    """Each unknown key, value of the wrong kind or out of its bounds, and number that is not finite."""
     types = _types(kind)
     if not isinstance(values, Mapping):
-        raise UserError(f"{path} is {values!r}; it holds the keys {', '.join(types)}")
+        yield Refusal(f"{path} is {values!r}; it holds the keys {', '.join(types)}", path, values)
+        return
     for key, value in values.items():
+        name = f"{path}.{key}"
         if key not in types:
-            raise UserError(f"unknown key {path}.{key}; allowed here: {', '.join(types)}")
-        if _is_section(types[key]):
-            _check_keys(value, types[key], f"{path}.{key}")
-        else:
-            _check_value(value, types[key], f"{path}.{key}")
+            yield Refusal(f"unknown key {name}; allowed here: {', '.join(types)}", name, value)
+        elif _is_section(types[key]):
+            yield from wrong_keys(value, types[key], name)
+        elif not _is_possible(value, types[key]):
+            yield Refusal(f"{name}={value!r} is not possible; allowed: {_allowed(types[key], name)}", name, value)
 
 
 def _types(kind: type) -> dict[str, Any]:
@@ -302,13 +319,12 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
-def _check_value(value: Any, annotation: Any, path: str) -> None:
+def _is_possible(value: Any, annotation: Any) -> bool:
     try:
         converted = msgspec.convert(value, annotation, strict=False)
     except msgspec.ValidationError:
-        converted = math.nan
-    if isinstance(converted, float) and not math.isfinite(converted):
-        raise UserError(f"{path}={value!r} is not possible; allowed: {_allowed(annotation, path)}")
+        return False
+    return not isinstance(converted, float) or math.isfinite(converted)
 
 
 def _split(annotation: Any) -> tuple[Any, Meta, str]:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from verl_mux.config.job_checks import Surroundings, check_rollout
+from verl_mux.config.job_checks import Surroundings, refused_rollout
 from verl_mux.config.schema import DispatchConfig, RolloutConfig
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
@@ -215,11 +215,7 @@ class Settings:
     def is_possible(self) -> bool:
         """Whether the job would start under these; one whose log names no trainer mode is taken to have one of ours."""
         around = Surroundings(self.mode or "mux_separate", self.wanted, self.samples, self.longest, self.at_once)
-        try:
-            check_rollout(self.rollout, around)
-        except UserError:
-            return False
-        return True
+        return not any(True for _ in refused_rollout(self.rollout, around))
 
 
 SLOTS = "actor_rollout_ref.rollout.max_num_seqs"

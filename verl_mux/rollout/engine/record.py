@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_mux.upstream import Symbol
 
 Arguments = Mapping[str, Any]
+# Why some arguments are refused.
+NO_SCALES = "its scales do not survive a sleep"
+NO_DRAFTS = "nothing brings a draft model back after a sleep"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class EngineRecord:
     load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
+    refused_arguments: (name, why, what is allowed) of each of the arguments given that loses weights or keeps memory asleep.
+    no_windows: why a model with sliding-window attention is refused; empty: it is not.
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
 
     The server keeps to one way of saying things, whatever its engine's is: `sleep(tags)` and `wake_up(tags)` take the tags of
@@ -46,6 +51,8 @@ class EngineRecord:
     load_weights: str
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
+    refused_arguments: Callable[[Arguments], Iterable[tuple[str, str, str]]] = lambda given: ()
+    no_windows: str = ""
     cpu_arguments: Arguments = field(default_factory=dict)
     stock_cpu_arguments: Arguments = field(default_factory=dict)
 

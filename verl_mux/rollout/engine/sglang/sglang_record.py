@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from verl_mux.rollout.engine.record import Arguments, EngineRecord
+from collections.abc import Iterator
+
+from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, Arguments, EngineRecord
 from verl_mux.upstream import Symbol
 from verl_mux.warm.engine_processes import STARTERS
 
@@ -64,6 +66,19 @@ def priority_arguments(given: Arguments) -> Arguments:
     }
 
 
+def refused_arguments(given: Arguments) -> Iterator[tuple[str, str, str]]:
+    """Quantized weights, drafts other than n-grams, which need no model of their own, and memory that cannot sleep."""
+    for name in ("quantization", "modelopt_quant", "torchao_config", "rl_quant_profile"):
+        if given.get(name):
+            yield name, NO_SCALES, "null"
+    if "quantization_config" in str(given.get(name := "json_model_override_args")):
+        yield name, f"of its quantization_config, {NO_SCALES}", "none of that"
+    if given.get(name := "speculative_algorithm") not in (None, "NGRAM"):
+        yield name, NO_DRAFTS, "NGRAM, null"
+    if given.get(name := "enable_memory_saver") is False:
+        yield name, "a sleeping engine would keep all its memory", "True"
+
+
 RECORD = EngineRecord(
     name="sglang",
     # verl 0.9 reads SGLang's ServerArgs as a dataclass, which later ones are not.
@@ -76,6 +91,8 @@ RECORD = EngineRecord(
     # An idle scheduler that spins takes CPU time from the job that has the lease.
     arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"]},
     priority_arguments=priority_arguments,
+    refused_arguments=refused_arguments,
+    no_windows="SGLang 0.5.12 keeps its KV cache on the device while it sleeps",
     cpu_arguments={
         "device": "cpu",
         "attention_backend": "torch_native",
