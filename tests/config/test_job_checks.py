@@ -25,6 +25,10 @@ REF, MODEL = "actor_rollout_ref", "actor_rollout_ref__model"
 SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
 
 
+def vllm(**given):
+    return {f"{REF}__rollout__name": "vllm", f"{REF}__rollout__engine_kwargs__vllm": given}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -52,6 +56,11 @@ SGLANG = f"{REF}__rollout__engine_kwargs__sglang"
             {f"{SGLANG}__enable_memory_saver": False},
             ["enable_memory_saver=False is not", "would keep all"],
         ),
+        (vllm(quantization="fp8"), ["engine_kwargs.vllm.quantization=fp8 is not supported"]),
+        (vllm(hf_overrides={"quantization_config": {}}), ["vllm.hf_overrides=", "of its quantization_config, its scales"]),
+        (vllm(speculative_config='{"method": "eagle"}'), ["nothing brings a draft model back", "allowed: method ngram, null"]),
+        (vllm(enable_sleep_mode=False), ["enable_sleep_mode=False is not", "would keep all"]),
+        (vllm(worker_cls="mine.Worker"), ["worker_cls=mine.Worker is not", "allowed: verl_mux.rollout.engine.vllm"]),
         ({f"{REF}__rollout__checkpoint_engine": {"backend": "nccl"}}, ["checkpoint_engine.backend is 'nccl'", "set mux"]),
         ({"trainer__use_v1": False}, ["trainer.use_v1=False starts verl's legacy trainer"]),
         ({"trainer__nnodes": ""}, ["trainer.nnodes is ''; a number of 1 or more is needed"]),
@@ -75,6 +84,7 @@ def test_it_is_refused_by_name(changes, words):
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
         {f"{SGLANG}__speculative_algorithm": "NGRAM"},
         {f"{SGLANG}__json_model_override_args": '{"rope_theta": 10000}'},
+        vllm(speculative_config={"method": "ngram"}, kv_cache_dtype="fp8"),
         {f"{MODEL}__mtp": {"enable": True, "enable_rollout": False}},
         {f"{REF}__actor__strategy": "fsdp"},
         {"critic__strategy": "megatron", "algorithm__adv_estimator": "grpo"},

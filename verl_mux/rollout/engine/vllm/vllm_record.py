@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from verl_mux.rollout.engine.record import Arguments, EngineRecord
+from collections.abc import Iterator
+
+from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, Arguments, EngineRecord
 from verl_mux.upstream import Symbol
 
 _SERVER = "verl.workers.rollout.vllm_rollout"
+WORKER = "verl_mux.rollout.engine.vllm.vllm_worker.MuxWorker"
 _WORKER = "vllm.v1.worker.gpu_worker.Worker"
 
 SYMBOLS = (
@@ -41,6 +44,21 @@ def priority_arguments(given: Arguments) -> Arguments:
     return {} if given.get("scheduling_policy", "priority") != "priority" else {"scheduling_policy": "priority"}
 
 
+def refused_arguments(given: Arguments) -> Iterator[tuple[str, str, str]]:
+    """Quantized weights, drafts other than n-grams, which need no model, memory that cannot sleep, another worker."""
+    if given.get(name := "quantization"):
+        yield name, NO_SCALES, "null"
+    if "quantization_config" in str(given.get(name := "hf_overrides")):
+        yield name, f"of its quantization_config, {NO_SCALES}", "none of that"
+    drafts = str(given.get(name := "speculative_config") or "ngram")  # a mapping, or JSON of one
+    if "ngram" not in drafts:
+        yield name, NO_DRAFTS, "method ngram, null"
+    if given.get(name := "enable_sleep_mode") is False:
+        yield name, "a sleeping engine would keep all its memory", "True"
+    if given.get(name := "worker_cls") not in (None, WORKER):
+        yield name, "its memory sleeps and wakes by the tags of another class", WORKER
+
+
 RECORD = EngineRecord(
     name="vllm",
     # Its workers' methods that ours override change with each minor version.
@@ -51,11 +69,12 @@ RECORD = EngineRecord(
     scheduler_title="VLLM::EngineCore",
     load_weights="verl_mux.rollout.engine.vllm.vllm_weights.load",
     arguments={
-        "worker_cls": "verl_mux.rollout.engine.vllm.vllm_worker.MuxWorker",
+        "worker_cls": WORKER,
         # The times of a request come with its answer only where vLLM keeps statistics.
         "disable_log_stats": False,
     },
     priority_arguments=priority_arguments,
+    refused_arguments=refused_arguments,
     # verl's own modes on a CPU: the class that the platform names by itself.
     stock_cpu_arguments={"worker_cls": "auto"},
 )
