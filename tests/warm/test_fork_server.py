@@ -23,6 +23,7 @@ SERVER = """
 import sys
 from verl_mux.warm import fork_server
 fork_server.PRELOADED = ()
+fork_server.plugin.ENGINES = {}
 fork_server.main()
 """
 DRIVER = """
@@ -191,7 +192,8 @@ assert s.recv(4) == b""
 def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_no_ray():
     program = (
         "import json, sys; from verl_mux.warm import fork_server as f; f.preload();"
-        " missing = set(f.PRELOADED) - sys.modules.keys(); print(json.dumps([f.why_not_fork(), sorted(missing)]))"
+        " from verl_mux.rollout.engine.record import engines; asked = {it for one in engines().values() for it in one.preload};"
+        " missing = {*f.PRELOADED, *asked} - sys.modules.keys(); print(json.dumps([f.why_not_fork(), sorted(missing)]))"
     )
     environment = {**os.environ, "VERL_PLATFORM": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)

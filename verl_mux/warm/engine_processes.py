@@ -1,9 +1,9 @@
-"""SGLang's schedulers and detokenizers as forks.
+"""An engine's processes as forks.
 
 A worker has threads when it starts its engine, so it cannot be forked then. When it is born it forks a process that waits, as the
-server of multiprocessing's start method `forkserver`, which SGLang's processes are started by. They are then descendants of their
-worker, as they are without a fork server. Runs in forks of fork_server.py and in engine servers; called by fork_server.py and by
-rollout/engine/sglang/plugin.py.
+server of multiprocessing's start method `forkserver`, which the engine's processes are started by. They are then descendants of
+their worker, as they are without a fork server. Runs in forks of fork_server.py and in engine servers; called by fork_server.py
+and by each engine's folder: SGLang starts processes by functions that are wrapped here, vLLM by a context that is ours.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 # Names the socket of the job's fork server, in the environment of the job's processes; empty: forks are not possible here.
 VARIABLE = "VERL_MUX_FORK_SERVER"
 _ADDRESSES = "\0verl_mux/"
-# Of SGLang's class Engine: what starts its processes. The argument `run_...` is the function that runs in them.
-STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 
 
 def make_ready() -> None:
@@ -47,7 +45,8 @@ def is_ready() -> bool:
 
 
 def start_as_forks(original: Callable, *arguments: Any, **keywords: Any) -> Any:
-    """Around each of STARTERS: its processes are forks, with this process's environment and cores of now."""
+    """Around a function that starts processes, whose argument `run_...` is the function that runs in them: they are forks, with
+    this process's environment and cores of now."""
     given = inspect.signature(original).bind(*arguments, **keywords)
     name = next(name for name in given.arguments if name.startswith("run_"))
     run = functools.partial(_run_with, dict(os.environ), sorted(os.sched_getaffinity(0)), given.arguments[name])

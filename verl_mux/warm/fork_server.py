@@ -1,4 +1,4 @@
-"""`python -m verl_mux.warm.fork_server MODULE ARGUMENTS...`: import torch, transformers and SGLang once; run MODULE, and every
+"""`python -m verl_mux.warm.fork_server MODULE ARGUMENTS...`: import torch, transformers and the engine once; run MODULE, and every
 worker that Ray starts for it on this host, as a fork of this process.
 
     fork server -- fork --> driver (python -m MODULE ARGUMENTS) --> ray.init(runtime_env: py_executable = fork_client.py)
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import random
 import runpy
@@ -31,20 +32,14 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from verl_mux import plugin
 from verl_mux.coordinator.bus.members import end_with_parent
 from verl_mux.errors import UserError
 from verl_mux.platform.choose import cpu_part, cpu_platform_wanted
 from verl_mux.warm import engine_processes
 
-PRELOADED = (
-    "transformers",
-    "datasets",
-    "tensordict",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-)
+# For training; what an engine's processes need is in its record (verl_mux/rollout/engine/record.py).
+PRELOADED = ("transformers", "datasets", "tensordict", "torch.distributed.fsdp", "torch._dynamo")
 # With these, libraries that start threads when they are imported start none.
 _NO_THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -92,11 +87,12 @@ def main() -> None:
 
 
 def preload() -> None:
-    """Import what a job's processes need. What is not installed is left out. Raises UserError without verl-mux-cpu."""
+    """Import what a job's processes need, of the engine that this environment has. Raises UserError without verl-mux-cpu."""
     os.environ.update(_NO_THREADS)
     if cpu_platform_wanted():
         os.environ.update(cpu_part("preload_environment"))
-    for module in PRELOADED:
+    here = [record for name, record in plugin.ENGINES.items() if importlib.util.find_spec(name)]
+    for module in (*(it for record in here for it in importlib.import_module(record).RECORD.preload), *PRELOADED):
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -26,6 +26,7 @@ class EngineRecord:
 
     name: the engine's in `actor_rollout_ref.rollout.name`, its arguments' in `rollout.engine_kwargs`, and its Python package's.
     supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
+    preload: modules that its processes need, for the job's fork server; none of them starts a thread or imports ray.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
     scheduler_title: what the command lines of its schedulers begin with; our hooks of the event log run there.
@@ -45,6 +46,7 @@ class EngineRecord:
     name: str
     supported: Mapping[str, str]
     tested: Mapping[str, str]
+    preload: tuple[str, ...]
     symbols: tuple[Symbol, ...]
     server: str
     scheduler_title: str

@@ -8,6 +8,8 @@ import os
 from verl_mux.platform.choose import cpu_part
 from verl_mux.warm import engine_processes
 
+# Of SGLang's class Engine: what starts its processes.
+STARTERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 ENGINE_MARK = "VERL_MUX_ENGINE"
 SEEDED_VARIABLE = "VERL_MUX_SEEDED_SAMPLING"
 
@@ -27,7 +29,7 @@ def register() -> None:
     saver = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
     HookRegistry.register(saver, scheduler_memory.create_adapter, HookType.AROUND)
     if multiprocessing.parent_process() is None:
-        for name in engine_processes.STARTERS if engine_processes.is_ready() else ():
+        for name in STARTERS if engine_processes.is_ready() else ():
             HookRegistry.register(
                 f"sglang.srt.entrypoints.engine.Engine.{name}", engine_processes.start_as_forks, HookType.AROUND
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, Arguments, EngineRecord
+from verl_mux.rollout.engine.sglang.plugin import STARTERS
 from verl_mux.upstream import Symbol
-from verl_mux.warm.engine_processes import STARTERS
 
 _UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SERVER = "verl.workers.rollout.sglang_rollout"
@@ -84,6 +84,7 @@ RECORD = EngineRecord(
     # verl 0.9 reads SGLang's ServerArgs as a dataclass, which later ones are not.
     supported={"sglang": "==0.5.12"},
     tested={"sglang": "0.5.12"},
+    preload=("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
     scheduler_title="sglang::scheduler",
