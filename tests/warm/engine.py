@@ -1,4 +1,4 @@
-"""Starts a process as SGLang's Engine does, with its launcher wrapped as in an engine server."""
+"""Starts a process as SGLang's Engine does, and two as vLLM's does, with what starts them wrapped as in an engine server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import psutil
 
-from verl_mux.warm.engine_processes import start_as_forks
+from verl_mux.warm.engine_processes import give_forks, start_as_forks
 
 
 def _scheduler(writer) -> None:
@@ -33,3 +33,27 @@ def launch() -> list:
         original, Engine, server_args=None, port_args=None, run_scheduler_process_func=_scheduler
     )
     return [later, cores, imported, pid != os.getpid() and bool(family)]
+
+
+def get_context():
+    return multiprocessing.get_context("spawn")
+
+
+def _core(writer, **keywords) -> None:
+    context = sys.modules[__name__].get_context()
+    reader, theirs = context.Pipe(duplex=False)
+    worker = context.Process(target=_scheduler, args=(theirs,), daemon=True, name="worker")
+    worker.start()
+    os.environ["LATER"] = "too late"
+    writer.send([reader.recv(), multiprocessing.current_process().name, "numpy" in sys.modules])
+    worker.join()
+
+
+def launch_core() -> list:
+    give_forks([f"{__name__}.get_context"])
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    core = get_context().Process(target=_core, name="core", kwargs={"writer": writer})
+    core.start()
+    (later, cores, imported, pid), *said = reader.recv()
+    core.join()
+    return [later, cores, imported, pid != core.pid, *said, core.exitcode]

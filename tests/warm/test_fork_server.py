@@ -234,3 +234,18 @@ def test_an_engines_processes_are_forks_with_the_environment_and_cores_of_its_se
     out, err = worker.communicate(timeout=60)
     ready, (later, cores, imported, descends), method = json.loads(out)
     assert (ready, later, len(cores), imported, descends, method) == (True, "set", 1, True, True, "spawn"), err
+
+
+def test_processes_of_a_context_of_ours_are_forks_and_so_are_theirs(server, tmp_path):
+    program = f"""
+        import os, sys, json
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.warm.engine import launch_core
+        if __name__ == "__main__":
+            os.environ["LATER"] = "set"
+            os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+            print(json.dumps(launch_core()))
+    """
+    worker = server.client(program, folder=tmp_path)
+    out, err = worker.communicate(timeout=60)
+    assert json.loads(out) == ["set", [min(os.sched_getaffinity(0))], True, True, "core", True, 0], err

@@ -9,14 +9,16 @@ and by each engine's folder: SGLang starts processes by functions that are wrapp
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import multiprocessing
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,42 @@ def start_as_forks(original: Callable, *arguments: Any, **keywords: Any) -> Any:
         multiprocessing.set_start_method("spawn", force=True)
 
 
-def _run_with(environment: dict[str, str], cores: list[int], run: Callable, *arguments: Any) -> None:
+def _run_with(environment: dict[str, str], cores: list[int], run: Callable, *arguments: Any, **keywords: Any) -> None:
     multiprocessing.set_start_method("spawn", force=True)
     take_over(environment, cores)
-    run(*arguments)
+    run(*arguments, **keywords)
+
+
+# Functions of an engine, by dotted name, that answer with a context of multiprocessing: those that give_forks took over here.
+_asked_by: Sequence[str] = ()
+
+
+def give_forks(asked_by: Sequence[str]) -> None:
+    """From now on the processes of these functions' contexts are forks, with the environment and cores of their start; so are
+    the processes that these start in turn."""
+    global _asked_by
+    _asked_by = asked_by
+    for name in asked_by:
+        module, _, function = name.rpartition(".")
+        setattr(importlib.import_module(module), function, _Forks)
+
+
+class _Fork(ForkServerProcess):
+    def start(self) -> None:
+        given = _asked_by, dict(os.environ), sorted(os.sched_getaffinity(0)), self._target  # type: ignore[attr-defined]
+        self._target = functools.partial(_run_and_fork, *given)
+        super().start()
+
+
+class _Forks(ForkServerContext):
+    Process = _Fork  # type: ignore[assignment]
+
+
+def _run_and_fork(asked_by: Sequence[str], *given: Any, **keywords: Any) -> None:
+    if not multiprocessing.current_process().daemon:  # a daemon has no children
+        make_ready()
+        give_forks(asked_by)
+    _run_with(*given, **keywords)
 
 
 def take_over(environment: dict[str, str], cores: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m verl_mux.warm.fork_server MODULE ARGUMENTS...`: import torch, transformers and the engine once; run MODULE, and every
+"""`python -m verl_mux.warm.fork_server MODULE ARGUMENTS...`: import torch, transformers and the engine once; run MODULE, and each
 worker that Ray starts for it on this host, as a fork of this process.
 
     fork server -- fork --> driver (python -m MODULE ARGUMENTS) --> ray.init(runtime_env: py_executable = fork_client.py)

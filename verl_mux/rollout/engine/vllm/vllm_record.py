@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, Arguments, EngineRecord
+from verl_mux.rollout.engine.vllm import CONTEXTS
 from verl_mux.upstream import Symbol
 
 _SERVER = "verl.workers.rollout.vllm_rollout"
@@ -21,6 +22,7 @@ SYMBOLS = (
     Symbol("vllm.v1.engine.async_llm.AsyncLLM.generate", "wrapped: priorities, and why a response ended"),
     Symbol("vllm.v1.engine.core_client.DPLBAsyncMPClient.call_utility_async", "answers for the first engine core alone"),
     Symbol("vllm.v1.engine.core_client.AsyncMPClient._call_utility_async", "asks one engine core"),
+    *(Symbol(name, "replaced: its processes are forks") for name in CONTEXTS),
     Symbol("vllm.v1.engine.core_client.VLLM_ENGINE_READY_TIMEOUT_S", "set: a launch waits for its init lease"),
     Symbol("vllm.v1.engine.output_processor.OutputProcessor.process_outputs", "wrapped: what happened to requests"),
     Symbol("vllm.v1.metrics.loggers.StatLoggerManager.record", "wrapped: the engine's counters"),
@@ -64,6 +66,7 @@ RECORD = EngineRecord(
     # Its workers' methods that ours override change with each minor version.
     supported={"vllm": "==0.24.0"},
     tested={"vllm": "0.24.0"},
+    preload=("vllm.v1.worker.gpu_worker", "vllm.entrypoints.openai.api_server", "vllm.v1.core.sched.scheduler"),
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.vllm.vllm_server.MuxVllmHttpServer",
     scheduler_title="VLLM::EngineCore",

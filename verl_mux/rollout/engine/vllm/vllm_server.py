@@ -20,8 +20,9 @@ from vllm.v1.engine import core_client
 from verl_mux.memory.tags import KV_CACHE
 from verl_mux.rollout.engine.engine_server import EngineServer
 from verl_mux.rollout.engine.serving import ABORTED, LENGTH, STOPPED, EngineFailed, Refused
-from verl_mux.rollout.engine.vllm import vllm_calls
+from verl_mux.rollout.engine.vllm import CONTEXTS, vllm_calls
 from verl_mux.rollout.engine.vllm.vllm_worker import FIRST_DEVICE_VARIABLE, Answer
+from verl_mux.warm import engine_processes
 
 log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at whether the engine is alive
@@ -42,6 +43,8 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
         core_client.VLLM_ENGINE_READY_TIMEOUT_S = _PATIENCE_S  # read when it was imported
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(_PATIENCE_S)
         os.environ[FIRST_DEVICE_VARIABLE] = str(self._first_device())
+        if engine_processes.is_ready():
+            engine_processes.give_forks(CONTEXTS)
 
     def _launched(self) -> None:
         where = {"replica": self.replica_rank, "node": self._node()}
