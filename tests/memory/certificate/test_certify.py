@@ -21,8 +21,8 @@ def certificate(*jobs, rollout=H20, train=H800, host=None, **more):
     return certify(jobs, capacities, **more)
 
 
-def seven_billion(name="a", **rollout):
-    return read_job(verl(name, {"tensor_model_parallel_size": 2, **rollout}), QWEN25_7B)
+def seven_billion(job="a", **rollout):
+    return read_job(verl(job, {"tensor_model_parallel_size": 2, **rollout}), QWEN25_7B)
 
 
 def test_qwen25_7b_on_two_gpus_each():
@@ -42,6 +42,34 @@ def test_qwen25_7b_on_two_gpus_each():
     assert found.per_token_kv_bytes == {"a": 2 * 28 * 4 * 128 * 2}
     assert found.parameters["a"].total == found.parameters["a"].active == total
     assert found.fits
+
+
+def on_vllm(job="a", **rollout):
+    return seven_billion(job, name="vllm", **rollout)
+
+
+def test_vllm_gives_its_cache_what_its_share_of_the_whole_gpu_leaves_and_its_graphs_do_not_sleep():
+    found = certificate(*(on_vllm(name) for name in "ab")).gpus["r0"].phases["rollout"].bytes
+    assert sum(found[kind] for kind in ("weights", "kv_cache", "activations", "graphs")) == int(0.8 * H20)
+    beside_it = certificate(seven_billion("a"), on_vllm("b")).gpus["r0"].phases["rollout"]
+    assert (found["others"], beside_it.bytes["others"], beside_it.job) == (ENGINE_KEEPS + GRAPHS, ENGINE_KEEPS + GRAPHS, "a")
+
+
+def test_vllm_takes_a_cache_of_given_bytes_and_prefills_what_verls_key_says():
+    given = on_vllm(max_num_batched_tokens=4096, engine_kwargs={"vllm": {"kv_cache_memory_bytes": 10**9}})
+    assert (device.kv_cache(given, H20), given.engine.prefill) == (10**9, 4096)
+    assert device.activations(given) < device.activations(on_vllm())
+
+
+def test_vllms_largest_share_fits_and_no_larger_one():
+    best = certificate(*(on_vllm(name) for name in "abc")).largest_gpu_memory_utilization["a"]
+    for share, fits in ((best, True), (round(best + 0.01, 2), False)):
+        assert certificate(*(on_vllm(name, gpu_memory_utilization=share) for name in "abc")).fits is fits
+
+
+def test_an_engine_without_a_record_is_refused_by_name():
+    with pytest.raises(UserError, match="name is 'trtllm'; the certificate knows sglang, vllm"):
+        seven_billion(name="trtllm")
 
 
 def test_qwen3_32b_on_eight_gpus():

@@ -29,7 +29,9 @@ def kv_per_token(job: Job) -> int:
 
 def request_table(job: Job) -> int:
     """SGLang's table from requests to places in the KV cache: int32, one row a request. It counts the table to what comes later,
-    but it is a part of what sleeps."""
+    but it is a part of what sleeps. vLLM's tables do not sleep, and have a row's 16th part."""
+    if job.engine.share_of_all:
+        return 0
     return (job.engine.requests // job.engine.data + 1) * ((job.model.positions or job.engine.longest) + 4) * 4
 
 
@@ -63,6 +65,9 @@ def room(job: Job, capacity: int) -> int:
 def kv_cache(job: Job, capacity: int, utilization: float | None = None) -> int:
     """On one GPU: what the utilization leaves beside the weights, or a number of tokens that is given and less."""
     share = job.engine.utilization if utilization is None else utilization
+    if job.engine.share_of_all:  # it measures a first pass; contexts and communicators were there before, and are not counted
+        rest = weights(job) + activations(job) + held_by_engine(job).get("graphs", 0)
+        return max(int(share * capacity) - rest, 0) if job.engine.cache_bytes is None else job.engine.cache_bytes
     left = max(int(share * room(job, capacity)) - weights(job), 0)
     if job.engine.tokens is None:
         return left + request_table(job)

@@ -5,11 +5,13 @@ Runs on the command line and in the driver; called by `plan --memory` and config
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from verl_mux import plugin
 from verl_mux.composed_config import at, count, section
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.decoder import Decoder, decoder
@@ -19,15 +21,15 @@ _ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor",
 # verl names what torch names, and short; `auto` is the model's own type, which is bf16 for all that are trained so.
 _BYTES = {"auto": 2, "float32": 4, "fp32": 4, "float": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2, "fp8": 1,
           "fp8_e4m3": 1, "fp8_e5m2": 1}  # fmt: skip
-# Tokens of one prefill where the config names none: SGLang's on GPUs of 60 to 160 GB.
+# Tokens of one prefill where the config names none: SGLang's on GPUs of 60 to 160 GB, and verl's for vLLM.
 _PREFILL = 8192
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
-    gpu_memory_utilization. tokens: fixed KV cache (max_total_tokens), None: what the utilization leaves. requests: at once.
-    longest: tokens of prompt and response. graphs: it captures CUDA graphs; graphs_sleep: they leave the GPU with the weights.
-    keeps_weights: asleep it may have them on the host."""
+    gpu_memory_utilization; share_of_all: as in the engine's record. tokens, cache_bytes: fixed KV cache, None: what the
+    utilization leaves. requests: at once. longest: tokens of prompt and response. graphs: it captures CUDA graphs;
+    graphs_sleep: they leave the GPU with the weights. keeps_weights: asleep it may have them on the host."""
 
     tensor: int
     data: int
@@ -36,7 +38,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     kv_bytes: int
     utilization: float
+    share_of_all: bool
     tokens: int | None
+    cache_bytes: int | None
     requests: int
     prefill: int
     longest: int
@@ -122,12 +126,19 @@ def _names(config: Mapping[str, Any], side: str, count: int, job: str) -> tuple[
 
 
 def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
-    sglang = f"{_ROLLOUT}.engine_kwargs.sglang"
-    arguments = section(config, sglang)
+    name = str(at(config, f"{_ROLLOUT}.name"))
+    if name not in plugin.ENGINES:
+        raise UserError(f"{_ROLLOUT}.name is {name!r}; the certificate knows {', '.join(plugin.ENGINES)}")
+    record, given = importlib.import_module(plugin.ENGINES[name]).RECORD, f"{_ROLLOUT}.engine_kwargs.{name}"
+    arguments = section(config, given)
+    tokens, size = (
+        _count(config, f"{given}.{key}") if arguments.get(key) is not None else None
+        for key in (record.cache_tokens, record.cache_bytes)
+    )
     longest = _count(config, "data.max_prompt_length") + _count(config, "data.max_response_length")
     side = "trainer" if colocated else _ROLLOUT
     dtype = _bytes_of(config, f"{_ROLLOUT}.dtype", "bfloat16")
-    kv_dtype, chunked = arguments.get("kv_cache_dtype", "auto"), arguments.get("chunked_prefill_size")
+    kv_dtype, prefill = arguments.get("kv_cache_dtype", "auto"), f"{_ROLLOUT}.{record.prefill}"
     graphs = not at(config, f"{_ROLLOUT}.enforce_eager")
     share = at(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.5)
     if not isinstance(share, (int, float)) or not 0 < share < 1:
@@ -140,14 +151,15 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         bytes=dtype,
         kv_bytes=dtype if kv_dtype == "auto" else _BYTES.get(str(kv_dtype), dtype),
         utilization=float(share),
-        tokens=_count(config, f"{sglang}.max_total_tokens") if arguments.get("max_total_tokens") is not None else None,
+        share_of_all=record.share_of_all,
+        tokens=tokens,
+        cache_bytes=size,
         requests=_count(config, f"{_ROLLOUT}.max_num_seqs", 1024),
-        # -1 is SGLang's word for whole prompts.
-        prefill=max(longest, _PREFILL) if chunked == -1 else _count(config, f"{sglang}.chunked_prefill_size", _PREFILL),
+        prefill=max(longest, _PREFILL) if at(config, prefill) == -1 else _count(config, prefill, _PREFILL),
         longest=longest,
         graphs=graphs,
         # On a device with a budget, which is host memory, there are none: what they would take is charged throughout.
-        graphs_sleep=graphs and at(config, "mux.device.budget") is None,
+        graphs_sleep=record.graphs_sleep and graphs and at(config, "mux.device.budget") is None,
         keeps_weights=str(at(config, "mux.device.sleep_level", "auto")) != "2",
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),

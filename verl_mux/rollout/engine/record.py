@@ -27,10 +27,14 @@ class EngineRecord:
     name: the engine's in `actor_rollout_ref.rollout.name`, its arguments' in `rollout.engine_kwargs`, and its Python package's.
     supported: ranges of its packages' versions. tested: the versions in requirements/lock.txt.
     preload: modules that its processes need, for the job's fork server; none of them starts a thread or imports ray.
+    prefill: key under actor_rollout_ref.rollout of the tokens of one prefill; -1 there stands for whole prompts.
+    share_of_all: gpu_memory_utilization is the share of all of a GPU's memory that weights, KV cache, activations and graphs get;
+        False: the share of what is free that weights and KV cache get. graphs_sleep: CUDA graphs leave the GPU with the weights.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
     scheduler_title: what the command lines of its schedulers begin with; our hooks of the event log run there.
     load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
+    cache_tokens, cache_bytes: its argument that fixes the size of the KV cache, in one or the other; "": it has none.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
     refused_arguments: (name, why, what is allowed) of each of the arguments given that loses weights or keeps memory asleep.
@@ -47,10 +51,15 @@ class EngineRecord:
     supported: Mapping[str, str]
     tested: Mapping[str, str]
     preload: tuple[str, ...]
+    prefill: str
+    share_of_all: bool
+    graphs_sleep: bool
     symbols: tuple[Symbol, ...]
     server: str
     scheduler_title: str
     load_weights: str
+    cache_tokens: str = ""
+    cache_bytes: str = ""
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
     refused_arguments: Callable[[Arguments], Iterable[tuple[str, str, str]]] = lambda given: ()

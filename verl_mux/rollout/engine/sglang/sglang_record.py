@@ -84,6 +84,10 @@ RECORD = EngineRecord(
     # verl 0.9 reads SGLang's ServerArgs as a dataclass, which later ones are not.
     supported={"sglang": "==0.5.12"},
     tested={"sglang": "0.5.12"},
+    prefill="engine_kwargs.sglang.chunked_prefill_size",
+    cache_tokens="max_total_tokens",
+    share_of_all=False,
+    graphs_sleep=True,
     preload=("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",

@@ -66,6 +66,10 @@ RECORD = EngineRecord(
     # Its workers' methods that ours override change with each minor version.
     supported={"vllm": "==0.24.0"},
     tested={"vllm": "0.24.0"},
+    prefill="max_num_batched_tokens",
+    cache_bytes="kv_cache_memory_bytes",
+    share_of_all=True,
+    graphs_sleep=False,  # their pools are in torch's own allocator
     preload=("vllm.v1.worker.gpu_worker", "vllm.entrypoints.openai.api_server", "vllm.v1.core.sched.scheduler"),
     symbols=SYMBOLS,
     server="verl_mux.rollout.engine.vllm.vllm_server.MuxVllmHttpServer",
