@@ -82,13 +82,13 @@ def give_forks(asked_by: Sequence[str]) -> None:
 
 class _Fork(ForkServerProcess):
     def start(self) -> None:
-        given = _asked_by, dict(os.environ), sorted(os.sched_getaffinity(0)), self._target  # type: ignore[attr-defined]
+        given = _asked_by, dict(os.environ), sorted(os.sched_getaffinity(0)), self._target  # type: ignore[has-type]
         self._target = functools.partial(_run_and_fork, *given)
         super().start()
 
 
 class _Forks(ForkServerContext):
-    Process = _Fork  # type: ignore[assignment]
+    Process = _Fork
 
 
 def _run_and_fork(asked_by: Sequence[str], *given: Any, **keywords: Any) -> None:
