@@ -30,11 +30,11 @@ STEPS, SAVED = 400, 4
 # A job fences itself after 0.7 of this without an answer; its memory then sleeps: whose, by phase.
 LEASE_S, FENCED = 3.0, {"rollout": "server", "train": "trainer"}
 # A rollout that lasts longer than a job goes on without its coordinator's answer.
-LONG_ROLLOUT = ["data.max_response_length=192", "actor_rollout_ref.rollout.max_num_seqs=4"]
+LONG_ROLLOUT = ["data.max_response_length=192", tiny.at_once(4)]
 # Tail rounds, by windows of which a resume begins in the middle.
 DEFERRED = ["mux.rollout.tail=defer"]
 # Fewer requests run at once than are launched, so that some still wait or run when enough prompt groups are complete.
-OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", "actor_rollout_ref.rollout.max_num_seqs=8"]
+OVERSAMPLED = ["mux.rollout.oversample.rate=0.5", tiny.at_once(8)]
 # Steps of the job of verl's own streaming trainer, and how many prompt groups are enough for one of them.
 STREAMED, ENOUGH = 4, 2
 # Of two jobs on one node, one with rollout control. A segment takes long enough that an abort finds somebody in the engine.

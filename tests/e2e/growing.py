@@ -39,7 +39,7 @@ _JOB = [
     "data.max_response_length=384",
     "actor_rollout_ref.actor.optim.lr=0.0",
     "actor_rollout_ref.actor.optim.weight_decay=0.0",
-    f"{_ROLLOUT}.max_num_seqs=8",
+    tiny.at_once(8),
     "mux.seeded_sampling=false",
     "mux.profile.texts=1.0",
 ]

@@ -81,7 +81,7 @@ def test_old_tokens_are_counted_and_steps_are_logged(controlled):
 
 def test_a_resumed_prefix_in_the_same_step_comes_from_the_cache(controlled):
     asked = _named(controlled, "server", "engine_generate")
-    assert any((event["extra"].get("cached_tokens") or 0) > SEGMENT for event in asked)
+    assert any((event["extra"].get("cached_tokens") or 0) >= SEGMENT for event in asked)
     # Validation is neither over-sampled nor cut into segments.
     assert sum(event["extra"]["response_tokens"] > SEGMENT for event in asked) <= VALIDATED
 

@@ -40,9 +40,18 @@ def compute_policy_loss(*arguments, **keywords):
 """
 
 
-# The engine of this environment, and what one of its engines gets of the device for its KV cache.
+# The engine of this environment, and what one of its engines gets of the device for its KV cache. vLLM's prefix cache has whole
+# blocks only.
 ENGINE = next(name for name in ("sglang", "vllm") if importlib.util.find_spec(name))
-_CACHE = {"sglang": "max_total_tokens=8192", "vllm": f"kv_cache_memory_bytes={64 << 20}"}
+_CACHE = {"sglang": ["max_total_tokens=8192"], "vllm": [f"kv_cache_memory_bytes={64 << 20}", "block_size=16"]}
+
+# As the engine's own argument: the job's check does not know it, and lets over-sampling fill more.
+_AT_ONCE = {"sglang": "max_running_requests", "vllm": "max_num_seqs"}
+
+
+def at_once(requests: int) -> str:
+    """The key by which an engine runs so many requests at once."""
+    return f"+actor_rollout_ref.rollout.engine_kwargs.{ENGINE}.{_AT_ONCE[ENGINE]}={requests}"
 
 
 def make_assets(directory: Path, hidden: int = 64) -> None:
@@ -114,7 +123,7 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.agent.num_workers=1",
-        f"+actor_rollout_ref.rollout.engine_kwargs.{ENGINE}.{_CACHE[ENGINE]}",
+        *(f"+actor_rollout_ref.rollout.engine_kwargs.{ENGINE}.{key}" for key in _CACHE[ENGINE]),
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={assets}/reward.py",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",

@@ -32,8 +32,9 @@ class EngineRecord:
         False: the share of what is free that weights and KV cache get. graphs_sleep: CUDA graphs leave the GPU with the weights.
     symbols: its own names that we rely on, and those of verl's part for it.
     server: dotted name of our subclass of verl's server of this engine, see below.
-    scheduler_title: what the command lines of its schedulers begin with; our hooks of the event log run there.
-    load_weights: dotted name of `async (verl's adapter, batches of a sync, version)`, which loads them into the engine.
+    scheduler_title: what the command lines of its schedulers begin with.
+    load_weights: dotted name of `async (adapter, batches of a sync, version)`, which loads them into the engine.
+    adapter: dotted name of what a rollout worker makes, of (rollout config, replica's rank), for that; None: verl's own adapter.
     cache_tokens, cache_bytes: its argument that fixes the size of the KV cache, in one or the other; "": it has none.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
@@ -58,6 +59,7 @@ class EngineRecord:
     server: str
     scheduler_title: str
     load_weights: str
+    adapter: str | None = None
     cache_tokens: str = ""
     cache_bytes: str = ""
     arguments: Arguments = field(default_factory=dict)

@@ -48,15 +48,16 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
     def __init__(self, rollout_config, model_config, **kwargs) -> None:
         settings = WorkerSettings.from_rollout_config(rollout_config)
         pin(settings.rollout_cpus)
-        super().__init__(rollout_config, model_config, **kwargs)
+        engine, self._replica = engines()[rollout_config.name], int(kwargs.get("replica_rank", 0))
+        adapter = pkgutil.resolve_name(engine.adapter)(rollout_config, self._replica) if engine.adapter else None
+        super().__init__(rollout_config, model_config, adapter, **kwargs)
         self._fence = Fence()
         self._batch_bytes = int(rollout_config.checkpoint_engine.update_weights_bucket_megabytes) << 20
-        self._load = pkgutil.resolve_name(engines()[rollout_config.name].load_weights)
-        place, per_node = self.rank + kwargs.get("replica_rank", 0) * self.world_size, int(rollout_config.n_gpus_per_node)
+        self._load = pkgutil.resolve_name(engine.load_weights)
+        place, per_node = self.rank + self._replica * self.world_size, int(rollout_config.n_gpus_per_node)
         places = per_node * max(int(rollout_config.nnodes), 1)
         settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
         charge(settings.device.charges.worker())
-        self._replica = int(kwargs.get("replica_rank", 0))
         self._synced: list[Batch] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -186,3 +187,12 @@ def test_fifty_cycles_grow_nothing(engine):
     (after,) = engine.ask("resident")
     assert after - before < 20 << 20
     assert engine.tokens() == expected
+
+
+def test_no_name_of_an_engine_outlives_an_actor_that_is_killed(engine):
+    maps = [Path(f"/proc/{it.pid}/maps").read_text() for it in psutil.Process().children(recursive=True)]
+    shared = {line.split(maxsplit=5)[5] for text in maps for line in text.splitlines() if "/dev/shm/psm_" in line}
+    assert shared and all(name.endswith("(deleted)") for name in shared)
+    # The job's folder goes with the job. verl's own socket for weights, one for all jobs on a host, is not there.
+    assert any(path.is_socket() for path in engine.server._directory.iterdir())
+    assert not list(Path("/tmp").glob("rl-colocate-zmq-*"))

@@ -75,8 +75,11 @@ RECORD = EngineRecord(
     server="verl_mux.rollout.engine.vllm.vllm_server.MuxVllmHttpServer",
     scheduler_title="VLLM::EngineCore",
     load_weights="verl_mux.rollout.engine.vllm.vllm_weights.load",
+    adapter="verl_mux.rollout.engine.vllm.vllm_weights.Adapter",
     arguments={
         "worker_cls": WORKER,
+        # Above verl's own key: without it nothing can leave a GPU.
+        "enable_sleep_mode": True,
         # The times of a request come with its answer only where vLLM keeps statistics.
         "disable_log_stats": False,
     },

@@ -7,12 +7,15 @@ free memory of the whole device before and after, which other jobs change.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine import core_client
@@ -28,7 +31,22 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at whether the engine is alive
 # vLLM gives a launch 600 s, and a job may wait for its init lease for longer. ZMQ's longest wait is 2**31 ms.
 _PATIENCE_S = 2_000_000
+# A socket's path has at most 107 bytes, and vLLM's names have 36.
+_LONGEST_FOLDER = 70
+_SHARED = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
 _REASONS = {"stop": STOPPED, "length": LENGTH, "abort": ABORTED}
+
+
+def forget_shared_memory(pids: Sequence[int]) -> None:
+    """All processes of an engine have mapped what they share, so its names may go: else they outlive an actor that is killed,
+    with 150 MB of /dev/shm for each message queue."""
+    names = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            names |= set(_SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
 
 
 class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
@@ -45,11 +63,15 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
         os.environ[FIRST_DEVICE_VARIABLE] = str(self._first_device())
         if engine_processes.is_ready():
             engine_processes.give_forks(CONTEXTS)
+        # Its sockets' files go with the job's folder, where their paths are not too long for sockets.
+        if len(str(self._directory)) < _LONGEST_FOLDER:
+            os.environ["VLLM_RPC_BASE_PATH"] = str(self._directory)
 
     def _launched(self) -> None:
         where = {"replica": self.replica_rank, "node": self._node()}
         vllm_calls.EngineLog(self._events, where, self._stalls).install(self.engine)
         self._ending = asyncio.create_task(self._end_with_engine())
+        forget_shared_memory([process.pid for process in psutil.Process().children(recursive=True)])
 
     async def _end_with_engine(self) -> None:
         """verl's agent loops would get an error of each request to an engine core that is gone, and draw other prompts for ever;
