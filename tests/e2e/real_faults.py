@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from tests.e2e import slow_tool, tiny
-from verl_mux.rollout.engine.sglang.sglang_record import RECORD
+from verl_mux.rollout.engine.record import engines
 
 JOB, NODE, FAULTY = "job", "r0", 1
 SLOW_STEPS, STALL_STEPS = range(9, 13), (5, 8, 10)
@@ -135,13 +135,14 @@ def _stopping(process: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def _scheduler(folder: Path) -> psutil.Process:
-    """Of the faulty replica: every process that logs says who it is."""
+    """Of the faulty replica: every process that logs says who it is; a scheduler that does not is a child of one."""
     opened = [e for e in tiny.events(folder, JOB, "server") if e["event"] == "log_open" and e["workid"] == FAULTY]
-    for event in opened:
-        process = psutil.Process(event["extra"]["pid"])
-        if " ".join(process.cmdline()).startswith(RECORD.scheduler_title):
+    found = [psutil.Process(event["extra"]["pid"]) for event in opened]
+    title = engines()[tiny.ENGINE].scheduler_title
+    for process in (*found, *(child for it in found for child in it.children(recursive=True))):
+        if " ".join(process.cmdline()).startswith(title):
             return process
-    raise AssertionError(f"no scheduler of replica {FAULTY} in {[event['extra']['pid'] for event in opened]}")
+    raise AssertionError(f"no scheduler of replica {FAULTY} among {found}")
 
 
 def _over(folder: Path, step: int) -> bool:
