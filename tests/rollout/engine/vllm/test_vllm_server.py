@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from verl_mux.rollout.engine.vllm import vllm_server
 from verl_mux.rollout.engine.vllm.vllm_calls import REASON
 from verl_mux.rollout.engine.vllm.vllm_server import MuxVllmHttpServer
 
+RPC = "VLLM_RPC_BASE_PATH"
 FINE = {"error": None, "failed": False}
 
 
@@ -51,6 +54,7 @@ def server():
         abort=lambda names: note("abort", names=names),
     )
     it._settings = SimpleNamespace(device=SimpleNamespace(wake_wait_s=3.0))
+    it._directory = Path("/tmp/server_0_0")
     it.replica_rank, it.replica_world_size, it.node_rank, it.gpus_per_node = 1, 2, 0, 2
     it.config = SimpleNamespace(n_gpus_per_node=4)
     return it
@@ -123,7 +127,7 @@ def test_aborts_go_by_the_names_that_we_gave(server):
 def test_a_launch_may_wait_for_its_init_lease_as_long_as_zmq_can(server, monkeypatch):
     import zmq
 
-    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", vllm_server.FIRST_DEVICE_VARIABLE, DIRECTORY_VARIABLE):
+    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", vllm_server.FIRST_DEVICE_VARIABLE, DIRECTORY_VARIABLE, RPC):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(core_client, "VLLM_ENGINE_READY_TIMEOUT_S", 600)
     server._prepare()
@@ -135,6 +139,15 @@ def test_a_launch_may_wait_for_its_init_lease_as_long_as_zmq_can(server, monkeyp
             other.connect(f"tcp://127.0.0.1:{port}")
             other.send(b"ready")
             assert socket.poll(patience_ms)
+
+
+@pytest.mark.parametrize(("folder", "there"), [("/tmp/verl_mux_0123456789ab/server_0_0", True), ("/scratch/" + "a" * 80, False)])
+def test_sockets_lie_in_the_jobs_folder_where_their_paths_fit(server, monkeypatch, folder, there):
+    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", vllm_server.FIRST_DEVICE_VARIABLE, RPC):
+        monkeypatch.setenv(name, "")
+    server._directory = Path(folder)
+    server._prepare()
+    assert os.environ[RPC] == (folder if there else "")
 
 
 def test_a_server_takes_the_devices_of_its_place_on_its_node(server):
