@@ -113,6 +113,11 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(refused, coordinator, mux,
     assert all(word in text for word in words), text
 
 
+def test_an_engine_that_this_environment_has_not(refused, coordinator, monkeypatch):
+    monkeypatch.setattr(preflight, "installed", list)
+    assert f"rollout.name=sglang: sglang is not installed in the environment {sys.prefix}" in refused(job(coordinator.address))
+
+
 def test_a_coordinator_that_does_not_answer(refused, monkeypatch):
     monkeypatch.setattr(preflight, "_TIMEOUT_S", 1)
     text = refused(job("tcp://127.0.0.1:1"))
@@ -314,5 +319,5 @@ def test_a_driver_becomes_a_fork_server_once_and_not_where_forks_are_not_possibl
     if name is not None:
         monkeypatch.setenv(VARIABLE, name)
     with pytest.raises(SystemExit):
-        preflight.check_job(OmegaConf.create())
+        preflight.check_job(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": preflight.installed()[0].name}}}))
     assert ("verl_mux.warm.fork_server" in started) == again

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -68,3 +69,18 @@ def test_what_is_printed_of_cores_says_when_one_job_leaves_little_to_share():
         "a job alone keeps 75% of the cores busy: little is left to share",
     ]
     assert cores.sentences({**mux, "cores_mux": None}) == ["cores busy: not measured"]
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["ray::WorkerDict.update()"], "WorkerDict"),
+        (["sglang::scheduler_TP0"], "scheduler_TP0"),
+        (["VLLM::EngineCore"], "EngineCore"),
+        (["/x/python", "-m", "verl_mux.agent"], "verl_mux.agent"),
+        (["/x/ray/raylet/raylet", "--a"], "raylet"),
+        (["/x/tail", "f::g"], "tail"),
+    ],
+)
+def test_a_process_is_called_by_its_title_its_module_or_its_program(words, kind):
+    assert cores._kind(SimpleNamespace(cmdline=lambda: words, name=lambda: "")) == kind

@@ -49,6 +49,12 @@ class TestChecks:
         assert doctor._version("psutil", "0.1", "") == Check("psutil", None, found, "tested with 0.1; run tests/upstream")
         assert old.ok is False and old.found == f"{found} (supported: <0.2)" and "psutil<0.2" in old.advice
 
+    def test_an_engine_that_is_not_in_this_environment_is_named_and_nothing_is_wrong(self, monkeypatch):
+        monkeypatch.setattr(doctor, "_plugin", lambda: GOOD)
+        here = {engine.name for engine in doctor.installed()}
+        absent = [check for check in doctor.run_checks() if check.found == "not in this environment"]
+        assert {check.name for check in absent} == set(doctor.engines()) - here and all(check.ok for check in absent)
+
     @pytest.mark.parametrize(("wanted", "ok"), [(0, True), (1 << 40, False)])
     def test_space_is_measured_where_it_is_needed(self, tmp_path, wanted, ok):
         check = doctor._space(str(tmp_path), wanted, "free some")

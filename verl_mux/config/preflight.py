@@ -30,7 +30,7 @@ from verl_mux.placement.estimator import JobNeeds, Observed, job_needs
 from verl_mux.places.place import is_host, resource_of
 from verl_mux.places.ray_nodes import this_host
 from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster
-from verl_mux.rollout.engine.record import engines
+from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.warm.engine_processes import VARIABLE, worker_command
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ def check_job(config: DictConfig) -> None:
             return complete_stock_mode(config)
         if cpu_platform_wanted() and cpu_package_missing():
             raise UserError(CPU_PACKAGE_MISSING)
+        if (name := config.actor_rollout_ref.rollout.name) not in [engine.name for engine in installed()]:
+            raise UserError(f"actor_rollout_ref.rollout.name={name}: {name} is not installed in the environment {sys.prefix}")
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         raise_first(refused_surroundings(config, model_config(config)))

@@ -24,7 +24,7 @@ from verl_mux.coordinator.core.settings import Config
 
 EVERY_S = 5.0
 FILE = "cores.jsonl"
-_NAMED = re.compile(r"ray::(\w+)|sglang::(\w+)|-m ([\w.]+)|(raylet|gcs_server)")
+_NAMED = re.compile(r"^\w+::(\w+)|-m ([\w.]+)|(raylet|gcs_server)")
 _MOST_KINDS = 12
 MUCH_ALONE = 0.7  # of all cores; jobs that take turns there can gain 1.43x at most
 
@@ -67,7 +67,7 @@ class Account:
 
 
 def _kind(process: psutil.Process) -> str:
-    """What its command line calls it: Ray's actor, SGLang's process, a module, or the program."""
+    """What its command line calls it: Ray's actor, an engine's process, a module, or the program."""
     words = " ".join(process.cmdline())
     if named := _NAMED.search(words):
         return next(name for name in named.groups() if name)

@@ -80,6 +80,7 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     supported = upstream.SUPPORTED | {name: versions for engine in made for name, versions in engine.supported.items()}
     tested = upstream.TESTED | {name: version for engine in made for name, version in engine.tested.items()}
     yield from (_version(name, version, supported.get(name, "")) for name, version in tested.items())
+    yield from (Check(name, True, "not in this environment") for name in engines() if name not in tested)
     yield _plugin()
     yield _platform()
     cores = len(os.sched_getaffinity(0))
@@ -99,9 +100,9 @@ def _version(name: str, tested: str, supported: str) -> Check:
     """`supported`: a range as in pyproject.toml, or "" for any."""
     from packaging.specifiers import SpecifierSet
 
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    builds = [name, f"{name}-cpu"]  # vLLM's build for the CPU has a name of its own
+    found = next((it.version for build in builds for it in importlib.metadata.distributions(name=build)), None)
+    if found is None:
         advice = f"install {name}{supported or '==' + tested}, or `make demo`, which installs requirements/lock.txt"
         return Check(name, False, "not installed", advice)
     version = f"{found} (supported: {supported})" if supported else found
