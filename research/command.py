@@ -13,13 +13,12 @@ import msgspec
 import typer
 
 from verl_mux.errors import UserError
-from verl_mux.placement.model import OURS, Rules
 
 if TYPE_CHECKING:
     from research.simulate import Study
-    from verl_mux.placement.model import Cluster
+    from verl_mux.placement.model import Cluster, Rules
 
-DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,ours,optimum,ideal"
+DEFAULT_POLICIES = "live,solo,colocated,gavel,random,most-idle,rollmux,ours,optimum,ideal"
 # They have no queue: what a full cluster would do to them is not defined.
 UNBOUNDED = ("colocated", "gavel", "random", "most-idle", "optimum", "ideal", "live")
 
@@ -122,7 +121,7 @@ def _cluster(rollout_nodes: int | None, train_nodes: int | None) -> Cluster:
 def _check_finite(study: Study, finite: bool) -> None:
     unable = [name for name in study.policies if name in UNBOUNDED]
     if finite and unable:
-        raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, ours")
+        raise UserError(f"policy {unable[0]!r} does not queue; in a finite cluster allowed are: solo, rollmux, ours")
 
 
 @contextlib.contextmanager
@@ -159,8 +158,10 @@ def _table(report: dict) -> str:
 
 
 def parse_rules(cap: int, changes: Sequence[str]) -> Rules:
-    """OURS with this cap and `name=value` changes: on or off, or a number. Raises UserError."""
-    fields = {field.name: field.default for field in msgspec.structs.fields(Rules)}
+    """The defaults with this cap and `name=value` changes: on or off, or a number. Raises UserError."""
+    from research.policies import PaperRules
+
+    fields = {field.name: field.default for field in msgspec.structs.fields(PaperRules)}
     changed: dict[str, object] = {"cap": cap}
     for change in changes:
         name, _, value = change.partition("=")
@@ -172,4 +173,4 @@ def parse_rules(cap: int, changes: Sequence[str]) -> Rules:
         except msgspec.ValidationError:
             what = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
             raise UserError(f"rule {change!r} is not understood; give {what}") from None
-    return msgspec.structs.replace(OURS, **changed)
+    return msgspec.structs.replace(PaperRules(), **changed)

@@ -1,11 +1,12 @@
-"""The placement policies a simulation can compare, by name, and the baselines Random and MostIdle.
+"""The placement policies a simulation can compare, by name, and the baselines Random, MostIdle and RollMux's Algorithm 1.
 
 Called by simulate.py; pure."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,11 +18,21 @@ from research.workload.varying import Moments, profiled
 from research.workload.workload import Arrival
 from verl_mux.errors import UserError
 from verl_mux.placement.feasibility import Progress
-from verl_mux.placement.groups import Groups, cheapest_alone, groups_without, isolated, with_newcomer, yet_to_take
-from verl_mux.placement.model import LIVE, Cluster, Group, JobSpec, NodeKind, Rules
+from verl_mux.placement.groups import (
+    Groups,
+    Place,
+    Search,
+    cheapest_alone,
+    groups_without,
+    isolated,
+    with_newcomer,
+    yet_to_take,
+)
+from verl_mux.placement.model import COLOCATED, LIVE, SEPARATE, Cluster, Group, JobSpec, NodeKind, Rules
 from verl_mux.placement.planner import Answer, Arrive, Leave, Planner, Question, decision_for
 
 Choose = Callable[[Sequence[Group]], Group]
+P = TypeVar("P", bound=Planner)
 
 
 class MemoryOnly:
@@ -78,6 +89,65 @@ def most_idle(groups: Sequence[Group]) -> Group:
     return min(groups, key=lambda group: sum(group.rollout_used) + sum(group.train_used))
 
 
+class PaperRules(Rules, frozen=True, kw_only=True):
+    """Rules with two more, of the paper.
+
+    whole_pool: every job trains on all training nodes of its group, and keeps them when others leave.
+    prune_saturated: skip groups with T_load >= T_cycle.
+    """
+
+    whole_pool: bool = False
+    prune_saturated: bool = False
+
+
+PAPER = PaperRules(
+    training_scaling=False, colocate=False, whole_pool=True, prune_saturated=True, best_fit=False, guard=False, repack=False
+)
+
+
+class PaperSearch(Search):
+    """The search for a place under those two rules as well."""
+
+    rules: PaperRules
+
+    def shortlist(self, modes: Iterable[JobSpec], below: float) -> list[tuple[float, JobSpec, Group]]:
+        found = super().shortlist(modes, below)
+        return [each for each in found if not (self.rules.prune_saturated and is_saturated(each[2]))]
+
+    def join(self, job: JobSpec, group: Group, *given: Any, **named: Any) -> Place | None:
+        count = len(group.train_nodes)
+        if not self.rules.whole_pool:
+            return super().join(job, group, *given, **named)
+        if job.train_nodes > count:
+            return None
+        rollout_nodes, mode = (count, COLOCATED) if job.colocated else (job.rollout_nodes, SEPARATE)
+        wide = msgspec.structs.replace(job, train_nodes=count, rollout_nodes=rollout_nodes, modes=(mode,))
+        place = super().join(wide, group, *given, **named)
+        return place and msgspec.structs.replace(place, job=job)
+
+
+def is_saturated(group: Group) -> bool:
+    """T_load >= T_cycle of the paper: phase seconds per round on the busiest node, with switches where jobs share it, against
+    the longest iteration alone of any job."""
+
+    def hold_s(job: JobSpec, at: int, shared: bool) -> float:
+        switches_s = (job.rollout_switch_s, job.train_switch_s + (job.rollout_switch_s if job.colocated else 0.0))
+        return (job.rollout_hold_s, job.train_hold_s)[at] + (switches_s[at] if shared else 0.0)
+
+    on = [(0, group.on_rollout(node)) for node in group.rollout_nodes] + [(1, group.on_train(node)) for node in group.train_nodes]
+    load_s = max(sum(hold_s(job, at, len(jobs) > 1) for job in jobs) for at, jobs in on)
+    return load_s >= max(job.iteration_s for job in group.jobs)
+
+
+def by_its_rules(planner: P) -> P:
+    """The planner, which from now on follows the paper's two rules too, if they are among its own."""
+    placer, rules = planner.placer, planner.rules
+    if isinstance(rules, PaperRules):
+        kept = msgspec.structs.replace(rules, training_scaling=rules.training_scaling and not rules.whole_pool)
+        placer.search = PaperSearch(placer.groups, kept, placer.feasibility)
+    return planner
+
+
 class Case(msgspec.Struct, frozen=True):
     """One workload on one cluster. moments: of its jobs, by name. optimum: of jobs as they are in those, by what the same work
     costs. rules: of `ours`; their cap holds for every policy, and for `live` and `optimum` whether jobs are colocated. movable:
@@ -115,10 +185,14 @@ POLICIES: dict[str, Callable[[Case], Run]] = {
     "random": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, random_choice(case.seed))),
     # The idlest group with room in host memory.
     "most-idle": _replayed(lambda case: MemoryOnly(case.cluster, case.rules.cap, most_idle)),
+    # Algorithm 1 of the paper, nothing moved.
+    "rollmux": _replayed(
+        lambda case: by_its_rules(Planner.of_one(case.cluster, msgspec.structs.replace(PAPER, cap=case.rules.cap)))
+    ),
     # What the coordinator does: its placer with its rules, and all that it pays for.
     "live": _live,
     # This project's placer, to which phases are known beforehand and last as long as it thinks.
-    "ours": _replayed(lambda case: Planner.of_one(case.cluster, case.rules)),
+    "ours": _replayed(lambda case: by_its_rules(Planner.of_one(case.cluster, case.rules))),
     # The cheapest division of the jobs as they are at any time, moving for nothing.
     "optimum": lambda case: run_fluid(case.arrivals, case.moments, optimal(case.optimum)),
     # Phases packed without a gap.

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from research.paper import others, schedules, traces
+from research.paper import others, schedules, tails, traces
 from research.paper.figure import Figure, markdown
 from verl_mux.errors import UserError
 
@@ -26,6 +26,7 @@ CLAIMS: dict[str, Claim] = {
     "R2": Claim("interference of figure 3", schedules.interference),
     "R3": Claim("cost efficiency of figure 10", schedules.cost_efficiency),
     "R4": Claim("cold starts", schedules.cold_starts),
+    "R5": Claim("long-tail migration", tails.migrations),
     "R6": Claim("the twelve syncs of figure 12", others.syncs),
     "R7": Claim("cost over the optimum, figure 14", traces.cost_over_optimum),
     "R8": Claim("random and most-idle placement, figure 14", traces.baselines),
@@ -35,6 +36,7 @@ CLAIMS: dict[str, Claim] = {
     "R12": Claim("estimates while real lengths vary (not in the paper)", traces.uncertain_estimates),
     "R13": Claim("interference, table 4", others.interference),
     "R14": Claim("Gavel+ and veRL, figure 10", others.other_systems),
+    "R15": Claim("other SLOs and caps, figure 14", traces.sweeps),
 }
 
 

@@ -1,9 +1,10 @@
 """The promises of placement, on random histories of arrivals and departures."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from research.policies import PAPER, by_its_rules
 from tests.exploring import examples
 from tests.placement.made_jobs import ANY_MODES, EITHER, Planner, assert_invariants, jobs, make_cluster, make_job
 from verl_mux.errors import UserError
@@ -23,14 +24,23 @@ def old(placer: Planner) -> dict[str, Progress]:
     return {job.name: Progress(age_s=100 * job.iteration_s, done=100, phase="rollout") for job in placed}
 
 
+# With the paper's rules j1 trains on both nodes that j0 needs, and keeps them when j0 has left, could it be colocated or not.
+SMALL, SEPARATED = (
+    [make_job(f"j{i}", 5, 5, rollout_nodes=n, train_nodes=n, slo=1.0, modes=modes) for i, n in enumerate((2, 1, 1))]
+    for modes in ((SEPARATE,), EITHER)
+)
+
+
 @settings(max_examples=examples(40))
+@example(given_jobs=SMALL, leaving=range(7), rules=PAPER)
+@example(given_jobs=SEPARATED, leaving=range(7), rules=PAPER)
 @given(
     given_jobs=jobs(most=7, modes=ANY_MODES),
     leaving=st.permutations(range(7)),
-    rules=st.sampled_from((OURS, LIVE, Rules(cap=2), Rules(colocate=False))),
+    rules=st.sampled_from((OURS, LIVE, PAPER, Rules(cap=2), Rules(colocate=False))),
 )
 def test_whoever_comes_and_goes_every_promise_holds(given_jobs, leaving, rules):
-    placer = Planner.of_one(make_cluster(), rules)
+    placer = by_its_rules(Planner.of_one(make_cluster(), rules))
     for job in given_jobs:
         decision = placer.admit(job, old(placer))
         assert decision.outcome == "placed" and decision.usd_per_hour <= isolated_usd(job, placer.placer.cluster) + 1e-6

@@ -241,7 +241,7 @@ def test_the_bound_counts_a_job_in_the_mode_in_which_its_phases_cost_the_least()
 
 
 def test_no_policy_costs_less_than_the_bound_while_phases_vary_and_grow():
-    names = ("ideal", "live", "ours", "colocated", "gavel", "random", "most-idle")
+    names = ("ideal", "live", "ours", "rollmux", "colocated", "gavel", "random", "most-idle")
     study = Study(
         rows=[TraceRow(f"job{i}", i * 0.5, 2.0 + i % 3) for i in range(8)], shapes=find_shapes("mixed"), slo=(2.0, 2.0),
         policies=names, cluster=TESTBED, rules=OURS, varying=Varying(0.1, 2.0), movable=True, seeds=2, max_optimum_jobs=0,

@@ -3,10 +3,12 @@
 import pytest
 from msgspec import structs
 
+from research.policies import PAPER, by_its_rules, is_saturated
 from research.replay import Replay
 from research.workload.varying import Varying, profiled, with_varying_phases
 from research.workload.workload import Arrival, TraceRow, draw_workload, find_shapes
 from tests.placement.made_jobs import EITHER, Planner, assert_invariants, make_cluster, make_job
+from verl_mux.placement.groups import isolated, isolated_usd, with_newcomer
 from verl_mux.placement.model import LIVE, OURS, SEPARATE, TESTBED, Rules
 
 
@@ -115,3 +117,35 @@ def test_jobs_that_share_and_move_keep_within_their_slos(shapes, modes):
     found = Replay(arrivals, Watched.of_one(TESTBED), TESTBED).run()
     assert len(found.finished) == 16
     assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)
+
+
+def test_under_the_papers_rules_a_newcomer_trains_on_the_whole_pool_of_a_group_that_is_not_saturated():
+    placer = by_its_rules(Planner.of_one(make_cluster(), PAPER))
+    placer.admit(make_job("a", 100, 50, train_nodes=2))
+    assert placer.admit(make_job("b", 50, 100)).train == ("train-0", "train-1")
+    assert placer.admit(make_job("wide", 10, 10, train_nodes=3)).group == "g2", "for which the group has too few nodes"
+    assert placer.admit(make_job("c", 5, 5)).group == "g2", "as a and b keep the nodes of g1 busy for their longest iteration"
+
+
+@pytest.mark.parametrize(("train_s", "switch_s", "saturated"), [(40, 0, False), (40, 5, True), (55, 0, True)])
+def test_a_group_is_saturated_when_its_busiest_node_has_no_bubble(train_s, switch_s, saturated):
+    a, b = (make_job(name, 45, seconds, train_switch_s=switch_s) for name, seconds in (("a", 50), ("b", train_s)))
+    first = isolated(a)
+    assert is_saturated(with_newcomer(first, b, ["r"], first.train_nodes)) is saturated
+
+
+ROWS = [TraceRow(f"job{i}", float(i), 10.0) for i in range(100)]
+
+
+def saving(rules, seed):
+    """USD per hour of every job alone, over what they are placed for."""
+    jobs = [arrival.job for arrival in draw_workload(ROWS, find_shapes("mixed"), (1.0, 2.0), seed)]
+    placer = by_its_rules(Planner.of_one(TESTBED, rules))
+    for job in jobs:
+        placer.admit(job)
+    return sum(isolated_usd(job, TESTBED) for job in jobs) / placer.placer.groups.usd_per_hour
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_live_saves_at_least_what_algorithm_1_does(seed):
+    assert saving(LIVE, seed) >= saving(PAPER, seed)
