@@ -119,12 +119,13 @@ def test_jobs_that_share_and_move_keep_within_their_slos(shapes, modes):
     assert all(job.stay_s <= job.slo * job.solo_s * (1 + 1e-9) for job in found.finished)
 
 
-def test_under_the_papers_rules_a_newcomer_trains_on_the_whole_pool_of_a_group_that_is_not_saturated():
-    placer = by_its_rules(Planner.of_one(make_cluster(), PAPER))
+@pytest.mark.parametrize(("prune", "group"), [(True, "g2"), (False, "g1")])
+def test_under_the_papers_rules_a_newcomer_trains_on_the_whole_pool_of_a_group_that_is_not_saturated(prune, group):
+    placer = by_its_rules(Planner.of_one(make_cluster(), structs.replace(PAPER, prune_saturated=prune)))
     placer.admit(make_job("a", 100, 50, train_nodes=2))
     assert placer.admit(make_job("b", 50, 100)).train == ("train-0", "train-1")
     assert placer.admit(make_job("wide", 10, 10, train_nodes=3)).group == "g2", "for which the group has too few nodes"
-    assert placer.admit(make_job("c", 5, 5)).group == "g2", "as a and b keep the nodes of g1 busy for their longest iteration"
+    assert placer.admit(make_job("c", 10, 10, slo=30)).group == group, "a and b keep the nodes of g1 busy"
 
 
 @pytest.mark.parametrize(("train_s", "switch_s", "saturated"), [(40, 0, False), (40, 5, True), (55, 0, True)])
