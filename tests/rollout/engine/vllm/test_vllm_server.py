@@ -127,7 +127,13 @@ def test_aborts_go_by_the_names_that_we_gave(server):
 def test_a_launch_may_wait_for_its_init_lease_as_long_as_zmq_can(server, monkeypatch):
     import zmq
 
-    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", vllm_server.FIRST_DEVICE_VARIABLE, DIRECTORY_VARIABLE, RPC):
+    for name in (
+        "VLLM_ENGINE_READY_TIMEOUT_S",
+        "VLLM_LOG_STATS_INTERVAL",
+        vllm_server.FIRST_DEVICE_VARIABLE,
+        DIRECTORY_VARIABLE,
+        RPC,
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(core_client, "VLLM_ENGINE_READY_TIMEOUT_S", 600)
     server._prepare()
@@ -143,7 +149,7 @@ def test_a_launch_may_wait_for_its_init_lease_as_long_as_zmq_can(server, monkeyp
 
 @pytest.mark.parametrize(("folder", "there"), [("/tmp/verl_mux_0123456789ab/server_0_0", True), ("/scratch/" + "a" * 80, False)])
 def test_sockets_lie_in_the_jobs_folder_where_their_paths_fit(server, monkeypatch, folder, there):
-    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", vllm_server.FIRST_DEVICE_VARIABLE, RPC):
+    for name in ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_LOG_STATS_INTERVAL", vllm_server.FIRST_DEVICE_VARIABLE, RPC):
         monkeypatch.setenv(name, "")
     server._directory = Path(folder)
     server._prepare()

@@ -61,6 +61,8 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
         core_client.VLLM_ENGINE_READY_TIMEOUT_S = _PATIENCE_S  # read when it was imported
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(_PATIENCE_S)
         os.environ[FIRST_DEVICE_VARIABLE] = str(self._first_device())
+        # The event log has its counters; a line of them in the job's log every ten seconds is left out.
+        os.environ.setdefault("VLLM_LOG_STATS_INTERVAL", "86400")
         if engine_processes.is_ready():
             engine_processes.give_forks(CONTEXTS)
         # Its sockets' files go with the job's folder, where their paths are not too long for sockets.
