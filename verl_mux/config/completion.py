@@ -1,19 +1,25 @@
-"""Complete a verl config: what our trainer modes imply, what a platform without GPU needs, and the settings of the workers.
+"""Complete a verl config: what our trainer modes imply, what a platform without GPU needs, and the settings of the workers. And
+say of a config what a start would refuse and change.
 
-Runs in the job's driver: called by trainer/modes.py, and by preflight.py for verl's own modes. Changes the config in place.
+Runs in the job's driver: called by trainer/modes.py, and by preflight.py for verl's own modes; changes the config in place.
+`judge` runs on the command line, called by launcher/doctor.py; it reads what job_checks.py reads.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
+from verl_mux.config.job_checks import model_config, read_mux, refused, refused_surroundings, untried
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -48,8 +54,8 @@ def complete_stock_cpu(config: DictConfig) -> None:
         # verl's engines for trainers and rollout workers apart from each other all need GPUs.
         if config.trainer.v1.trainer_mode == "separate_async" and rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "mux"
-        engine = _engine(config)
-        _imply_arguments(config, {**engine.arguments, **engine.stock_cpu_arguments})
+        if engine := _engine(config):
+            _imply_arguments(config, {**engine.arguments, **engine.stock_cpu_arguments})
 
 
 def complete_trigger(config: DictConfig) -> None:
@@ -139,7 +145,8 @@ def _imply_memory(config: DictConfig) -> None:
 
 
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
-    _imply_arguments(config, _engine(config).arguments)
+    if record := _engine(config):
+        _imply_arguments(config, record.arguments)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
     kwargs["mux"] = {**msgspec.to_builtins(mux.sync), **kwargs.get("mux", {})}
@@ -153,8 +160,8 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
         correction = config.algorithm.rollout_correction
         if correction.get("rollout_is") is None:  # else the user has asked verl's own rollout correction for something already
             correction.rollout_is, correction.rollout_is_threshold = "token", TIS_THRESHOLD
-    if keys.launch_order != "fifo":
-        _imply_arguments(config, _engine(config).priority_arguments(_engine_kwargs(config)))
+    if keys.launch_order != "fifo" and (record := _engine(config)):
+        _imply_arguments(config, record.priority_arguments(_engine_kwargs(config)))
 
 
 def _imply_cpu(config: DictConfig) -> None:
@@ -170,12 +177,14 @@ def _imply_cpu(config: DictConfig) -> None:
     overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
     config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
     rollout.enforce_eager = True
-    _imply_arguments(config, _engine(config).cpu_arguments)
+    if record := _engine(config):
+        _imply_arguments(config, record.cpu_arguments)
     logger.info("no accelerator: %s runs with %s", rollout.name, dict(_engine_kwargs(config)))
 
 
-def _engine(config: DictConfig) -> EngineRecord:
-    return engines()[config.actor_rollout_ref.rollout.name]
+def _engine(config: DictConfig) -> EngineRecord | None:
+    """None: only a job that is refused has such an engine."""
+    return engines().get(config.actor_rollout_ref.rollout.name)
 
 
 def _engine_kwargs(config: DictConfig) -> DictConfig:
@@ -195,3 +204,69 @@ def _imply_arguments(config: DictConfig, arguments: Arguments) -> None:
             given[key] = list(dict.fromkeys([*(given.get(key) or []), *value]))
         else:
             given.setdefault(key, value)
+
+
+# ---------------------------------------------------------------- what a start would make of a config
+
+_SECTIONS = (
+    "data", "algorithm.rollout_correction", "trainer.v1.sampler", "critic", *(f"actor_rollout_ref.{role}" for role in (
+    "actor", "ref", "model", "rollout.agent", "rollout.checkpoint_engine"))
+)  # fmt: skip
+_MODE, _POOL = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
+_USERS = (_MODE, f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
+
+
+def judge(given: DictConfig, where: str) -> dict[str, Any]:
+    """What a start of this config would refuse, change, and be the first to try: accepted, refusals, changes, untried.
+
+    A config of another trainer mode is judged as `mux_separate`, with a rollout pool like its training pool if it has none.
+    `where`: names the config in errors. Raises UserError: it is no whole config of verl's.
+    """
+    config = copy.deepcopy(given)
+    try:
+        for section in _SECTIONS:
+            if not OmegaConf.is_dict(found := OmegaConf.select(config, section)):
+                raise UserError(f"{where} is no whole config of verl's: {section} is {found!r}; keys are needed there")
+        with open_dict(config):
+            if not str(OmegaConf.select(config, _MODE)).startswith("mux_"):
+                config.trainer.v1.trainer_mode = "mux_separate"
+                if not OmegaConf.select(config, f"{_POOL}.nnodes"):
+                    for key in ("nnodes", "n_gpus_per_node"):
+                        config.actor_rollout_ref.rollout[key] = OmegaConf.select(config, f"trainer.{key}")
+        model = model_config(config)
+        refusals = [*refused(config), *refused_surroundings(config, model)]
+        new = list(untried(config, model))
+        complete(config, read_mux(config)[0], OmegaConf.select(config, "trainer.device") == "cpu")
+        changes = list(_changes(given, config))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
+    return {
+        "accepted": not refusals,
+        "refusals": [{"key": found.key, "given": _plain(found.given), "reason": str(found)} for found in refusals],
+        "changes": changes,
+        "untried": [{"key": key, "given": _plain(value), "reason": why} for key, value, why in new],
+    }
+
+
+def _changes(given: DictConfig, config: DictConfig) -> Iterator[dict[str, Any]]:
+    before, after = (dict(_values(OmegaConf.to_container(part), "")) for part in (given, config))
+    for key, value in after.items():
+        # What `mux.sync` says goes to verl's engine once more.
+        if before.get(key) == value or ".checkpoint_engine.engine_kwargs.mux." in key:
+            continue
+        was, now = _plain(OmegaConf.select(given, key)), _plain(OmegaConf.select(config, key))
+        if was != now:
+            yield {"key": key, "given": was, "to": now, "reason": "you set it" if key in _USERS else "verl_mux sets it"}
+
+
+def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(key with dots, value), interpolations as they stand."""
+    if not isinstance(value, dict) or not value:
+        yield path, value
+        return
+    for key, part in value.items():
+        yield from _values(part, f"{path}.{key}" if path else str(key))
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -48,7 +48,7 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     if mode not in MODES:
         yield Refusal(f"{_MODE}={mode} is unknown; ours are {', '.join(MODES)}", _MODE, mode)
         return
-    mux, wrong = _read(config)
+    mux, wrong = read_mux(config)
     yield from wrong
     name = OmegaConf.select(config, f"{_ROLLOUT}.name")
     if name not in engines():
@@ -99,12 +99,12 @@ def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> 
 def load(config: DictConfig) -> MuxConfig:
     """Return the `mux` part of a whole verl config, with defaults where there is none. Raises Refusal: an unknown key, a value
     that is not possible, or keys that contradict one another."""
-    mux, wrong = _read(config)
+    mux, wrong = read_mux(config)
     raise_first(wrong)
     return mux
 
 
-def _read(config: DictConfig) -> tuple[MuxConfig, list[Refusal]]:
+def read_mux(config: DictConfig) -> tuple[MuxConfig, list[Refusal]]:
     """The `mux` part and what is wrong with it; with wrong keys, the defaults."""
     try:
         values = _plain(config)
@@ -276,6 +276,47 @@ def sliding_window(model: Mapping[str, Any]) -> str | None:
 
 def _language_model(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**model, **(model.get("text_config") or {})}
+
+
+# ---------------------------------------------------------------- what no job has done yet
+
+_FEW = "jobs of a few steps alone have run with more than 1"
+_NONE = "no job has run with it"
+# (key, what jobs have run with, why anything else is worth a look)
+_TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("trainer.device", ("cpu",), "no job has run on it"),
+    ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
+    ("algorithm.adv_estimator", ("grpo",), _NONE),
+    ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", (1,), _NONE),
+    (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
+    (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),
+    (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _NONE),
+    (f"{_ROLLOUT}.expert_parallel_size", (1,), _NONE),
+    (f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), _NONE),
+    (f"{_ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype", ("auto",), "no job has slept with a quantized KV cache"),
+    (f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", ("auto",), "no job has slept with a quantized KV cache"),
+)
+_KINDS = {
+    "vision_config": "images", "num_experts": "experts", "n_routed_experts": "experts", "num_local_experts": "experts",
+    "linear_num_key_heads": "linear attention", "hybrid_override_pattern": "state-space layers",
+}  # fmt: skip
+
+
+# Not ours to refuse: verl's own modes fail on it in the same way.
+_REMAX = "verl 0.9.1's V1 trainers, its own and ours, generate no baseline for it, and their first step fails"
+
+
+def untried(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why) of what is accepted though no job of ours has done it."""
+    for key, tried, why in _TRIED:
+        if (value := OmegaConf.select(config, key)) is not None and value not in tried:
+            yield key, value, _REMAX if value == "remax" else why
+    key = "actor_rollout_ref.model.path"
+    path = OmegaConf.select(config, key)
+    if model is None:
+        yield key, path, "its config.json is not to be had here: a start looks for quantized weights and sliding windows in it"
+    for kind in dict.fromkeys(_KINDS[name] for name in _KINDS if _language_model(model or {}).get(name)):
+        yield key, path, f"no job has run a model with {kind}"
 
 
 # ---------------------------------------------------------------- mux.rollout

@@ -1,6 +1,8 @@
-"""`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it.
+"""`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it. And
+of a job that is given: what of its config is refused, changed or untried, one line a key.
 
 Runs on the command line; called by cli.py; starts one Python interpreter, asks a coordinator where one is named, writes nothing.
+Of a job nothing is started; its command is only composed.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import psutil
 import typer
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl_mux import upstream
+from verl_mux.config.completion import judge
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.run_processes import composed, require_verl
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
 from verl_mux.rollout.engine.record import engines, installed
+from verl_mux.yaml_file import read_yaml
 
+_MAIN = "verl.trainer.main_ppo"
 _DEMO_HOST_GIB, _DEMO_SHM_GIB, _DEMO_DISK_GIB = 16, 1, 2
 
 _REGISTERED = """
@@ -52,12 +60,21 @@ class Check:
 
 
 def doctor(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- CMD", help=f"Judge the job of this command: python -m {_MAIN} OVERRIDES.")
+    ] = None,
+    job: Annotated[Path | None, typer.Option(help="Judge the job of this composed verl config: what `--cfg job` prints.")] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="Also check that this coordinator answers, e.g. tcp://host:5570.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run."""
+    """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run.
+
+    With a job: say what our trainer modes would refuse, change, or be the first to try. Exit code 1 if it is refused.
+    """
+    if command or job:
+        return judge_job(command, job, as_json)
     checks = list(run_checks(coordinator))
     bad = [check.name for check in checks if check.ok is False]
     if as_json:
@@ -70,6 +87,35 @@ def doctor(
             console.print(f"{mark} {check.name}: {check.found}{advice}", soft_wrap=True)
     if bad:
         raise Failure(f"the demo could not run here: {', '.join(bad)}")
+
+
+def judge_job(command: list[str] | None, file: Path | None, as_json: bool) -> None:
+    """Print what a start would make of this job. Raises Failure: it is refused; UserError: there is no one whole config."""
+    if command and file:
+        raise UserError("give either --job FILE or a command, not both")
+    if file:
+        where, config = str(file), read_yaml(file)
+        if not isinstance(config, dict):
+            raise UserError(f"{file} is no composed verl config: `python -m {_MAIN} OVERRIDES --cfg job > FILE` writes one")
+    else:
+        words = command or []
+        if ["-m", _MAIN] not in [words[at : at + 2] for at in range(len(words))]:
+            raise UserError(f"{' '.join(words)}: only `python -m {_MAIN} OVERRIDES` is composed here; of others give --job FILE")
+        require_verl()
+        where = "the command's config"
+        config = composed([sys.executable, "-m", *words[words.index(_MAIN) :], "--cfg", "job"], where)
+    found = judge(OmegaConf.create(config), where)
+    print(json.dumps(found, indent=2, default=str) if as_json else "\n".join(_judged(found)))
+    if not found["accepted"]:
+        raise Failure(f"this job is refused: {', '.join(dict.fromkeys(one['key'] for one in found['refusals']))}")
+
+
+def _judged(found: dict[str, Any]) -> Iterator[str]:
+    yield from (f"refused  {one['key']}: {one['reason']}" for one in found["refusals"])
+    yield from (f"changed  {one['key']}: {one['given']} -> {one['to']} ({one['reason']})" for one in found["changes"])
+    yield from (f"untried  {one['key']}={one['given']}: {one['reason']}" for one in found["untried"])
+    if found["accepted"]:
+        yield "accepted"
 
 
 def run_checks(coordinator: str | None = None) -> Iterator[Check]:

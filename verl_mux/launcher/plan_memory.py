@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mux.composed_config import at
 from verl_mux.coordinator.config import read_config
 from verl_mux.coordinator.core.settings import Config
-from verl_mux.errors import Failure, UserError
+from verl_mux.errors import UserError
 from verl_mux.launcher import run_file
-from verl_mux.launcher.run_processes import composition, require_verl
+from verl_mux.launcher.run_processes import composed, composition, require_verl
 from verl_mux.memory.certificate.certify import Capacity, Certificate, certify, nodes_of
 from verl_mux.memory.certificate.job import Job, read_job
 from verl_mux.memory.model_files import read_model_config
@@ -42,7 +41,6 @@ _CORRECTED = {
 }
 # What of a config is resolved; the rest may name what is not there yet.
 _PARTS = ("mux", "data", "algorithm", "trainer", "actor_rollout_ref")
-_WITHIN_S = 300.0
 
 
 def certificate_of(files: list[Path], pools: Path | None, observed: Path | None) -> Certificate:
@@ -52,7 +50,7 @@ def certificate_of(files: list[Path], pools: Path | None, observed: Path | None)
         UserError: a file that cannot be read as what it should be, or a node that the pools lack. Failure: composing a job's
             config takes too long.
     """
-    found = [_job(composed, where) for file in files for where, composed in _configs(file)]
+    found = [_job(config, where) for file in files for where, config in _configs(file)]
     jobs = [job for job, _ in found]
     config = read_config(pools) if pools is not None else None
     notes: list[str] = []
@@ -123,14 +121,7 @@ def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     require_verl(run)
     for name, spec in run.jobs.items():
         command, environment = composition(name, spec, run), {**os.environ, **run.environment, **spec.environment}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise Failure(f"{file}: the config of job {name!r} was not composed within {_WITHIN_S:g} s") from None
-        if done.returncode:
-            reason = (done.stderr.strip() or "no word").splitlines()[-1]
-            raise UserError(f"{file}: the config of job {name!r} cannot be composed: {reason}")
-        yield f"{file}, job {name!r}", OmegaConf.to_container(OmegaConf.create(done.stdout))
+        yield f"{file}, job {name!r}", composed(command, f"{file}: the config of job {name!r}", environment)
 
 
 def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:

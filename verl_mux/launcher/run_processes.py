@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from verl_mux import __version__
 from verl_mux.coordinator.bus import curve_keys as keys
@@ -34,6 +36,7 @@ from verl_mux.platform.choose import cpu_platform_wanted
 
 _START_S, _ANSWER_S = 60.0, 2.0
 _RETRY_S = 5.0  # from one start to the next where starting does not help
+_COMPOSED_S = 300.0
 _PORTS_FROM = 30_000  # above those of jobs' Ray clusters
 
 
@@ -223,6 +226,19 @@ class JobProcess(MarkedProcess):
 def composition(name: str, spec: JobSpec, run: RunFile) -> list[str]:
     """The command that prints the job's composed config and starts nothing."""
     return [interpreter(spec, run), "-m", *_words(name, spec, run, None), "--cfg", "job"]
+
+
+def composed(command: list[str], whose: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What such a command prints. Raises UserError: it cannot be composed; Failure: that takes too long."""
+    environment = {**environment, "HYDRA_FULL_ERROR": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_COMPOSED_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{whose} was not composed within {_COMPOSED_S:g} s") from None
+    if done.returncode:
+        reasons = re.findall(r"^[\w.]*(?:Error|Exception): (.+)$", done.stderr, re.MULTILINE)
+        raise UserError(f"{whose} cannot be composed: {[*(done.stderr.strip() or 'no word').splitlines(), *reasons][-1]}")
+    return OmegaConf.to_container(OmegaConf.create(done.stdout))
 
 
 def _forks(command: list[str], environment: Mapping[str, str]) -> bool:
