@@ -9,8 +9,9 @@ from omegaconf import OmegaConf
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_mux.config.completion import complete, complete_stock_cpu, logged_keys
+from verl_mux.config.completion import complete, complete_stock_cpu, judge, logged_keys
 from verl_mux.config.schema import MuxConfig, SyncConfig
+from verl_mux.errors import UserError
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
 
@@ -90,3 +91,79 @@ def test_verl_makes_the_engine_of_them_on_both_sides():
     for side in ({"is_master": True}, {}):
         engine = CheckpointEngineRegistry.new(given.backend, bucket_size=1 << 20, **side, **given.engine_kwargs["mux"])
         assert engine._settings.timeout_s == 7.0
+
+
+# ---------------------------------------------------------------- judging a config that was composed elsewhere
+
+MODE, ROLLOUT = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
+
+
+def judged(*overrides):
+    """Of a config as `--cfg job` prints it: plain YAML, interpolations as they stand."""
+    given = OmegaConf.create(OmegaConf.to_yaml(composed(*overrides)))
+    found, before = judge(given, "FILE"), OmegaConf.to_yaml(given)
+    assert OmegaConf.to_yaml(given) == before
+    return found
+
+
+def by_key(entries):
+    return {entry["key"]: entry for entry in entries}
+
+
+def test_a_job_of_verls_own_mode_is_accepted_and_each_change_is_named():
+    found = judged("algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=/nowhere/model", "trainer.nnodes=2")
+    assert (found["accepted"], found["refusals"]) == (True, [])
+    changes = by_key(found["changes"])
+    assert changes["actor_rollout_ref.actor.strategy"] == {
+        "key": "actor_rollout_ref.actor.strategy", "given": "fsdp", "to": "fsdp2", "reason": "verl_mux sets it",
+    }  # fmt: skip
+    yours = {key: (entry["given"], entry["to"]) for key, entry in changes.items() if entry["reason"] == "you set it"}
+    assert yours == {MODE: ("sync", "mux_separate"), f"{ROLLOUT}.nnodes": (0, 2)}
+    assert changes[f"{ROLLOUT}.engine_kwargs.sglang.sleep_on_idle"]["to"] is True
+    new = by_key(found["untried"])
+    assert new["trainer.nnodes"]["given"] == 2 and "algorithm.adv_estimator" not in new
+    assert "its config.json is not to be had here" in new["actor_rollout_ref.model.path"]["reason"]
+
+
+def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
+    found = judged(f"{MODE}=mux_colocate", "actor_rollout_ref.actor.strategy=fsdp2")
+    assert found["accepted"] and {entry["reason"] for entry in found["changes"]} == {"verl_mux sets it"}
+    assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "gae"
+
+
+def test_every_refusal_is_named_and_not_only_the_first():
+    found = judged(
+        f"{ROLLOUT}.name=trtllm", "model_engine=megatron", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
+        "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut", "algorithm.adv_estimator=grpo",
+    )  # fmt: skip
+    roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
+    named = {
+        "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        "distillation.enabled": True, **dict.fromkeys(roles, "megatron"), "actor_rollout_ref.model.lora_rank": 8,
+    }  # fmt: skip
+    assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
+    assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])
+    assert MODE in by_key(found["changes"])
+
+
+def test_a_models_own_config_says_what_is_new_about_it(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"num_experts": 8, "vision_config": {"depth": 2}, "layer_types": ["sliding_attention"]}'
+    )
+    sglang, vllm = (judged(f"{ROLLOUT}.name={name}", f"actor_rollout_ref.model.path={tmp_path}") for name in ("sglang", "vllm"))
+    assert "sliding-window attention" in by_key(sglang["refusals"])["actor_rollout_ref.model.path"]["reason"]
+    assert vllm["accepted"]
+    new = [entry["reason"] for entry in vllm["untried"] if entry["key"] == "actor_rollout_ref.model.path"]
+    assert new == ["no job has run a model with images", "no job has run a model with experts"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"a": 1}, "FILE is no whole config of verl's: data is None"),
+        ({"data": "${nothing}"}, "FILE: Interpolation key 'nothing'"),
+    ],
+)
+def test_what_is_no_config_of_verls_is_one_line(given, said):
+    with pytest.raises(UserError, match=f"^{said}"):
+        judge(OmegaConf.create(given), "FILE")

@@ -34,8 +34,8 @@ def vllm(**given):
     [
         ({"trainer__v1__trainer_mode": "mux_seperate"}, ["mux_seperate is unknown", "mux_separate, mux_colocate"]),
         ({"actor_rollout_ref__rollout__name": "trtllm"}, ["rollout.name=sglang or vllm", "given trtllm"]),
-        ({"actor_rollout_ref__rollout__nnodes": 0}, ["needs a rollout pool", "given 0 and 8"]),
-        ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["needs a rollout pool", "given 1 and 0"]),
+        ({"actor_rollout_ref__rollout__nnodes": 0}, ["rollout.nnodes is 0; a number of 1", "needs a rollout pool"]),
+        ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["n_gpus_per_node is 0; a number of 1", "needs a rollout pool"]),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
         ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
         ({"reward": {"reward_model": {"enable": True}}}, ["reward.reward_model.enable=True", "do not cover it", "False"]),

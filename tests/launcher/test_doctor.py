@@ -1,12 +1,15 @@
 """`verl-mux doctor`: one line a check, the same as JSON, and an exit code that says whether the demo could run."""
 
+import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
-from verl_mux.errors import Failure
+from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import doctor
 from verl_mux.launcher.doctor import Check
 
@@ -104,6 +107,77 @@ class TestChecks:
         monkeypatch.setattr(commands, "fetch_status", silent)
         check = doctor._coordinator("tcp://127.0.0.1:1")
         assert check.ok is False and "verl-mux coordinator" in check.advice
+
+
+class TestJobs:
+    """What of a config is refused or changed: tests/config/test_completion.py."""
+
+    @pytest.fixture
+    def file(self, tmp_path):
+        """Writes verl's own composed config, with these values in it."""
+        spec = importlib.util.find_spec("verl") or pytest.skip("needs verl")
+        whole = Path(spec.submodule_search_locations[0], "trainer", "config", "_generated_ppo_trainer.yaml")
+
+        def write(**values):
+            config = OmegaConf.load(whole)
+            OmegaConf.update(config, "actor_rollout_ref.model.path", str(tmp_path))
+            for key, value in {"actor_rollout_ref__rollout__name": "sglang", **values}.items():
+                OmegaConf.update(config, key.replace("__", "."), value)
+            path = tmp_path / "composed.yaml"
+            path.write_text(OmegaConf.to_yaml(config))
+            return path
+
+        return write
+
+    def test_a_job_that_would_start_is_a_line_a_key(self, file, capsys):
+        doctor.doctor(job=file(trainer__nnodes=2))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "accepted"
+        assert {"changed  actor_rollout_ref.actor.strategy: fsdp -> fsdp2 (verl_mux sets it)",
+                "changed  trainer.v1.trainer_mode: sync -> mux_separate (you set it)",
+                "untried  trainer.nnodes=2: more than one ran on hosts made of network namespaces alone"} <= {*lines}  # fmt: skip
+
+    def test_a_job_that_would_not_start_fails_by_all_keys(self, file, capsys):
+        given = file(trainer__use_v1=False, algorithm__filter_groups__enable=True)
+        for as_json in (False, True):
+            with pytest.raises(Failure, match=r"refused: algorithm.filter_groups.enable, trainer.use_v1"):
+                doctor.doctor(job=given, as_json=as_json)
+        lines, _, printed = capsys.readouterr().out.partition("\n{")
+        assert "refused  trainer.use_v1: trainer.use_v1=False starts verl's legacy trainer" in lines
+        found = json.loads("{" + printed)
+        assert {key: type(value) for key, value in found.items()} == {
+            "accepted": bool, "refusals": list, "changes": list, "untried": list
+        }  # fmt: skip
+        assert [{*entry} for entry in found["refusals"]] == [{"key", "given", "reason"}] * 2
+
+    @pytest.mark.parametrize(
+        ("command", "text", "said"),
+        [
+            (None, "- a", "composed.yaml is no composed verl config: "),
+            (None, "a: [", "composed.yaml is not YAML"),
+            (None, "trainer: {}", "composed.yaml is no whole config of verl's: data is None"),
+            (["python", "train.py"], None, "python train.py: only `python -m verl.trainer.main_ppo OVERRIDES` is composed here"),
+            (["python"], "a: 1", "give either --job FILE or a command"),
+        ],
+    )
+    def test_what_cannot_be_judged_is_one_line(self, tmp_path, command, text, said):
+        job = tmp_path / "composed.yaml"
+        if text is not None:
+            job.write_text(text)
+        with pytest.raises(UserError) as error:
+            doctor.doctor(command, job=None if text is None else job)
+        assert said in str(error.value) and "\n" not in str(error.value)
+
+    def test_a_command_is_composed_and_not_started(self, python, tmp_path):
+        pytest.importorskip("verl")
+        command = ("-m", "verl_mux", "doctor", "--json", "--", "python3", "-m", "verl.trainer.main_ppo")
+        words = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.model.path=/nowhere", "algorithm.adv_estimator=rloo")
+        judged = python(*command, *words, cwd=tmp_path, timeout=300)
+        assert (judged.returncode, json.loads(judged.stdout)["accepted"]) == (0, True), judged.stderr
+        wrong = python(*command, "algorithm.adv=grpo", cwd=tmp_path, timeout=300)
+        said = "verl-mux: the command's config cannot be composed: Could not override 'algorithm.adv'."
+        assert (wrong.returncode, wrong.stderr.splitlines()) == (2, [said])
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plugin_that_verl_did_not_load_is_found_through_the_command_line(python):

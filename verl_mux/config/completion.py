@@ -19,13 +19,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import engine_of, model_config, read_mux, refused, refused_surroundings, untried
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.platform.choose import cpu_part
 from verl_mux.rollout.control.segments import TIS_THRESHOLD
-from verl_mux.rollout.engine.record import Arguments, EngineRecord, engines
+from verl_mux.rollout.engine.record import Arguments
 from verl_mux.worker_settings import KEY, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def complete_stock_cpu(config: DictConfig) -> None:
         # verl's engines for trainers and rollout workers apart from each other all need GPUs.
         if config.trainer.v1.trainer_mode == "separate_async" and rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "mux"
-        if engine := _engine(config):
+        if engine := engine_of(config):
             _imply_arguments(config, {**engine.arguments, **engine.stock_cpu_arguments})
 
 
@@ -145,7 +145,7 @@ def _imply_memory(config: DictConfig) -> None:
 
 
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
-    if record := _engine(config):
+    if record := engine_of(config):
         _imply_arguments(config, record.arguments)
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
@@ -160,7 +160,7 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
         correction = config.algorithm.rollout_correction
         if correction.get("rollout_is") is None:  # else the user has asked verl's own rollout correction for something already
             correction.rollout_is, correction.rollout_is_threshold = "token", TIS_THRESHOLD
-    if keys.launch_order != "fifo" and (record := _engine(config)):
+    if keys.launch_order != "fifo" and (record := engine_of(config)):
         _imply_arguments(config, record.priority_arguments(_engine_kwargs(config)))
 
 
@@ -177,14 +177,9 @@ def _imply_cpu(config: DictConfig) -> None:
     overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
     config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
     rollout.enforce_eager = True
-    if record := _engine(config):
+    if record := engine_of(config):
         _imply_arguments(config, record.cpu_arguments)
     logger.info("no accelerator: %s runs with %s", rollout.name, dict(_engine_kwargs(config)))
-
-
-def _engine(config: DictConfig) -> EngineRecord | None:
-    """None: only a job that is refused has such an engine."""
-    return engines().get(config.actor_rollout_ref.rollout.name)
 
 
 def _engine_kwargs(config: DictConfig) -> DictConfig:
@@ -213,7 +208,6 @@ _SECTIONS = (
     "actor", "ref", "model", "rollout.agent", "rollout.checkpoint_engine"))
 )  # fmt: skip
 _MODE, _POOL = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
-_USERS = (_MODE, f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
 
 
 def judge(given: DictConfig, where: str) -> dict[str, Any]:
@@ -233,11 +227,11 @@ def judge(given: DictConfig, where: str) -> dict[str, Any]:
                 if not OmegaConf.select(config, f"{_POOL}.nnodes"):
                     for key in ("nnodes", "n_gpus_per_node"):
                         config.actor_rollout_ref.rollout[key] = OmegaConf.select(config, f"trainer.{key}")
-        model = model_config(config)
+        yours, model = copy.deepcopy(config), model_config(config)
         refusals = [*refused(config), *refused_surroundings(config, model)]
         new = list(untried(config, model))
         complete(config, read_mux(config)[0], OmegaConf.select(config, "trainer.device") == "cpu")
-        changes = list(_changes(given, config))
+        changes = list(_changes(given, yours, config))
     except OmegaConfBaseException as error:
         raise UserError(f"{where}: {str(error).splitlines()[0]}") from None
     return {
@@ -248,15 +242,16 @@ def judge(given: DictConfig, where: str) -> dict[str, Any]:
     }
 
 
-def _changes(given: DictConfig, config: DictConfig) -> Iterator[dict[str, Any]]:
+def _changes(given: DictConfig, yours: DictConfig, config: DictConfig) -> Iterator[dict[str, Any]]:
+    """From what is given over what its user sets for our modes to what a start makes of it."""
     before, after = (dict(_values(OmegaConf.to_container(part), "")) for part in (given, config))
     for key, value in after.items():
         # What `mux.sync` says goes to verl's engine once more.
         if before.get(key) == value or ".checkpoint_engine.engine_kwargs.mux." in key:
             continue
-        was, now = _plain(OmegaConf.select(given, key)), _plain(OmegaConf.select(config, key))
+        was, set_by_you, now = (_plain(OmegaConf.select(part, key)) for part in (given, yours, config))
         if was != now:
-            yield {"key": key, "given": was, "to": now, "reason": "you set it" if key in _USERS else "verl_mux sets it"}
+            yield {"key": key, "given": was, "to": now, "reason": "you set it" if set_by_you == now else "verl_mux sets it"}
 
 
 def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:

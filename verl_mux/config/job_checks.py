@@ -62,12 +62,8 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     yield from _refused_memory(config, mode, unsupported)
     backend = f"{_ROLLOUT}.checkpoint_engine.backend"
     if (given := OmegaConf.select(config, backend)) not in (None, "naive", "mux"):  # naive: verl's own default
-        yield Refusal(
-            f"{backend} is {given!r}: {_MODE}={mode} syncs while no trainer holds a GPU, and {given} gathers the weights on them;"
-            " leave it out, or set mux",
-            backend,
-            given,
-        )
+        why = f"{_MODE}={mode} syncs while no trainer holds a GPU, and {given} gathers the weights on them"
+        yield Refusal(f"{backend} is {given!r}: {why}; leave it out, or set mux", backend, given)
     if OmegaConf.select(config, "trainer.use_v1") is False:
         legacy = f"trainer.use_v1=False starts verl's legacy trainer, which does not know {_MODE}={mode}; allowed: True"
         yield Refusal(legacy, "trainer.use_v1", False)
@@ -75,12 +71,8 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     if (updates := OmegaConf.select(config, step)) not in (None, 1):
         yield Refusal(f"{step} is {updates}; {mode} is strictly on-policy, 1 is allowed", step, updates)
     if mode == "mux_colocate" and mux.coordinator and sorted(mux.nodes.rollout) != sorted(mux.nodes.train):
-        yield Refusal(
-            f"{_MODE}=mux_colocate runs both phases on the same nodes: mux.nodes.rollout is {mux.nodes.rollout} "
-            f"and mux.nodes.train is {mux.nodes.train}; they must be equal",
-            "mux.nodes.rollout",
-            mux.nodes.rollout,
-        )
+        both = f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; they must be equal"
+        yield Refusal(f"{_MODE}={mode} runs both phases on the same nodes: {both}", "mux.nodes.rollout", mux.nodes.rollout)
     yield from refused_rollout_keys(config, mux)
     if mux.rollout.controlled:
         ours = "does not go with mux.rollout's order, moves, over-sampling and segments, which"
@@ -132,17 +124,13 @@ def _contradictions(mux: MuxConfig) -> Iterator[Refusal]:
             yield Refusal(empty, f"mux.nodes.{side}", [])
     counts = len(mux.profiled.rollout), len(mux.profiled.train)
     if counts[0] != counts[1] or 0 < counts[0] < LEAST:
-        needed = f"as many of both are needed, at least {LEAST}"
-        line = f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases; {needed}"
-        yield Refusal(line, "mux.profiled", counts)
+        given = f"mux.profiled has {counts[0]} rollouts and {counts[1]} training phases"
+        yield Refusal(f"{given}; as many of both are needed, at least {LEAST}", "mux.profiled", counts)
     if AUTO in (*mux.nodes.rollout, *mux.nodes.train):
         if mux.nodes.rollout != [AUTO] or mux.nodes.train != [AUTO]:
-            yield Refusal(
-                f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}; the coordinator chooses both"
-                " (mux.nodes=auto) or none",
-                "mux.nodes",
-                [mux.nodes.rollout, mux.nodes.train],
-            )
+            given = f"mux.nodes.rollout is {mux.nodes.rollout} and mux.nodes.train is {mux.nodes.train}"
+            line = f"{given}; the coordinator chooses both (mux.nodes=auto) or none"
+            yield Refusal(line, "mux.nodes", [mux.nodes.rollout, mux.nodes.train])
         elif not mux.coordinator:
             line = "mux.nodes=auto leaves the nodes to a coordinator, but mux.coordinator is not set"
             yield Refusal(line, "mux.coordinator", mux.coordinator)
@@ -175,22 +163,14 @@ def _refused_sizes(config: DictConfig, mode: str) -> Iterator[Refusal]:
     """Each number of nodes or GPUs that is none, and a pool that its replicas do not fill."""
     values = {key: OmegaConf.select(config, key) for key in (*_POOL, *_GPUS, *_PARALLEL)}
     for key, value in values.items():
-        if (isinstance(value, int) and value >= 1) or (key in _POOL and mode == "mux_colocate"):
-            continue
-        line = f"{key} is {value!r}; a number of 1 or more is needed"
-        if key in _POOL:
-            first, second = (values[part] for part in _POOL)
-            pool = f"set {_ROLLOUT}.nnodes and .n_gpus_per_node to 1 or more, given {first} and {second}"
-            line = f"{_MODE}=mux_separate needs a rollout pool: {pool}"
-        yield Refusal(line, key, value)
+        if not (isinstance(value, int) and value >= 1) and (key not in _POOL or mode == "mux_separate"):
+            why = f": {_MODE}={mode} needs a rollout pool" if key in _POOL else ""
+            yield Refusal(f"{key} is {value!r}; a number of 1 or more is needed{why}", key, value)
     gpus, size = _rollout_gpus(config, mode)
     if gpus and size and gpus % size:
-        yield Refusal(
-            f"{_ROLLOUT}: {gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline "
-            "parallel size); the number of GPUs must be a multiple of it",
-            _PARALLEL[0],
-            values[_PARALLEL[0]],
-        )
+        why = f"{gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline parallel size)"
+        key = _PARALLEL[0]
+        yield Refusal(f"{_ROLLOUT}: {why}; the number of GPUs must be a multiple of it", key, values[key])
 
 
 def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
@@ -228,9 +208,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
     yield from _forbid(config, [f"{_ROLLOUT}.quantization"], f"{unsupported}: {NO_SCALES}", "null")
     for key in (f"{model}.mtp", f"{_ROLLOUT}.mtp"):
         if OmegaConf.select(config, f"{key}.enable"):
-            drafts = f"{unsupported}: {NO_DRAFTS}"
-            yield from _forbid(config, [f"{key}.enable_rollout"], drafts, "False")
-    if engine := _engine(config):
+            yield from _forbid(config, [f"{key}.enable_rollout"], f"{unsupported}: {NO_DRAFTS}", "False")
+    if engine := engine_of(config):
         arguments = f"{_ROLLOUT}.engine_kwargs.{engine.name}"
         given = OmegaConf.select(config, arguments) or {}
         for name, why, allowed in engine.refused_arguments(given):
@@ -238,7 +217,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
             yield Refusal(line, f"{arguments}.{name}", given[name])
 
 
-def _engine(config: DictConfig) -> EngineRecord | None:
+def engine_of(config: DictConfig) -> EngineRecord | None:
+    """None: only a job that is refused has such an engine."""
     return engines().get(str(OmegaConf.select(config, f"{_ROLLOUT}.name")))
 
 
@@ -255,7 +235,7 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
             line = f"{variable}={given}: torch_memory_saver frees nothing with expandable segments; take them out"
             yield Refusal(line, variable, given)
     key = "actor_rollout_ref.model.path"
-    path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), _engine(config)
+    path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
         line = f"{key}={path} is quantized ({quantized}): {NO_SCALES}; allowed: models in bf16, fp16 or fp32"
         yield Refusal(line, key, path)
