@@ -9,7 +9,7 @@ import yaml
 
 from tests.memory.certificate.models import QWEN25_7B, verl
 from verl_mux.errors import Failure
-from verl_mux.launcher import plan_memory
+from verl_mux.launcher import plan_memory, run_processes
 from verl_mux.launcher.plan_command import make_plan, plan_lines
 from verl_mux.launcher.plan_jobs import read_jobs
 
@@ -184,7 +184,7 @@ def test_whole_prompts_at_once_take_more_than_chunks(composed, run_main):
 def test_a_config_that_takes_too_long_is_said_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(RUN.format(at=tmp_path))
     monkeypatch.setattr(plan_memory, "composition", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
-    monkeypatch.setattr(plan_memory, "_WITHIN_S", 0.1)
+    monkeypatch.setattr(run_processes, "_COMPOSED_S", 0.1)
     with pytest.raises(Failure, match="config of job 'math' was not composed within 0.1 s"):
         plan_memory.certificate_of([tmp_path / "run.yaml"], None, None)
 
