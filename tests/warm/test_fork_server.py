@@ -192,7 +192,7 @@ assert s.recv(4) == b""
 def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_no_ray():
     program = (
         "import json, sys; from verl_mux.warm import fork_server as f; f.preload();"
-        " from verl_mux.rollout.engine.record import engines; asked = {it for one in engines().values() for it in one.preload};"
+        " from verl_mux.rollout.engine.record import installed; asked = {it for one in installed() for it in one.preload};"
         " missing = {*f.PRELOADED, *asked} - sys.modules.keys(); print(json.dumps([f.why_not_fork(), sorted(missing)]))"
     )
     environment = {**os.environ, "VERL_PLATFORM": "cpu"}
