@@ -39,7 +39,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" --durations 15 $$(grep -rl "mark.e2e" tests --include="test_*.py" | sort)
 
 # Tests that need vLLM, or that say something else where it is the engine.
-VLLM_TESTS := tests/rollout/engine tests/upstream tests/launcher/test_doctor.py tests/warm
+VLLM_TESTS := tests/rollout/engine tests/upstream tests/launcher/test_doctor.py tests/warm \
+  tests/e2e/test_rollout_control.py
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pytest -m "not gpu and not hosts" --durations 15 $(VLLM_TESTS)
 
