@@ -167,3 +167,8 @@ def test_a_models_own_config_says_what_is_new_about_it(tmp_path):
 def test_what_is_no_config_of_verls_is_one_line(given, said):
     with pytest.raises(UserError, match=f"^{said}"):
         judge(OmegaConf.create(given), "FILE")
+
+
+def test_a_section_that_is_none_is_one_line():
+    with pytest.raises(UserError, match="rollout.engine_kwargs.vllm is 3; keys are needed there"):
+        judged(f"{ROLLOUT}.engine_kwargs.vllm=3")

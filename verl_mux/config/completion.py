@@ -207,6 +207,11 @@ _SECTIONS = (
     "data", "algorithm.rollout_correction", "trainer.v1.sampler", "critic", *(f"actor_rollout_ref.{role}" for role in (
     "actor", "ref", "model", "rollout.agent", "rollout.checkpoint_engine"))
 )  # fmt: skip
+# Where these are left out, nothing is wrong.
+_PARTS = tuple(f"actor_rollout_ref.{part}" for part in (
+    "actor.fsdp_config", "ref.fsdp_config", "rollout.engine_kwargs", "rollout.checkpoint_engine.engine_kwargs",
+    *(f"rollout.engine_kwargs.{name}" for name in plugin.ENGINES),
+))  # fmt: skip
 _MODE, _POOL = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
 
 
@@ -218,8 +223,9 @@ def judge(given: DictConfig, where: str) -> dict[str, Any]:
     """
     config = copy.deepcopy(given)
     try:
-        for section in _SECTIONS:
-            if not OmegaConf.is_dict(found := OmegaConf.select(config, section)):
+        for section in (*_SECTIONS, *_PARTS):
+            found = OmegaConf.select(config, section)
+            if not OmegaConf.is_dict(found) and (found is not None or section in _SECTIONS):
                 raise UserError(f"{where} is no whole config of verl's: {section} is {found!r}; keys are needed there")
         with open_dict(config):
             if not str(OmegaConf.select(config, _MODE)).startswith("mux_"):
