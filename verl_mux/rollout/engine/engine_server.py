@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
+from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ _LEFT = 0.05
 _Base: Any = object  # to mypy, verl's server
 
 
-class EngineServer(_Base):
+class EngineServer(_Base, metaclass=ABCMeta):
     """Before verl's server of an engine in the order of bases: it holds no weights and no KV cache while its job has no rollout
     lease. What an engine does its own way is in the methods under `engine's own`."""
 
@@ -81,37 +82,37 @@ class EngineServer(_Base):
 
     # ---------------------------------------------------------------- engine's own
 
+    @abstractmethod
     def _first_device(self) -> int:
         """Of its node's devices, this server's first one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _prepare(self) -> None:
         """The environment that the engine's processes start with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _launched(self) -> None:
         """The engine is up, and this is its first server."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engine once to let these go."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _carry_out(self, verb: str, tag: str, level: int) -> None:
         """Move a tag on all ranks of the engine. Raises Refused, EngineFailed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _call(self, sampling_params: dict[str, Any], priority: int) -> contextlib.AbstractContextManager[dict[str, Any]]:
         """Around verl's generate. Yields a dict that gets `figures` of the answer, where known."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stop_reason(self, output: TokenOutput, sampling_params: dict[str, Any], answer: dict[str, Any]) -> str | None:
         """Of verl's output, in the words of serving.py."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _profile(self, folder: Path) -> None:
         """A profile of the next forward passes, into `folder`."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------- all engines'
 
