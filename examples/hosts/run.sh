@@ -9,4 +9,4 @@ dir="$1" file="${2:-${here}/../hosts.yaml}"
 trap '"${python}" "${here}/bed.py" unmake' EXIT
 "${python}" "${here}/bed.py" make hosta hostb hostc --share "${dir}"
 "${python}" "${here}/../../recipes/cluster/clusters.py" "${file}" --dir "${dir}" --via "${python} ${here}/bed.py enter {host}" \
-  --ray "--num-cpus=32 --object-store-memory=100000000" -- "${python}" -m verl_mux run "${file}" --dir "${dir}"
+  --at-once 1 --ray "--num-cpus=32 --object-store-memory=100000000" -- "${python}" -m verl_mux run "${file}" --dir "${dir}"

@@ -60,8 +60,8 @@ while True:  # until two looks agree: a `ray start` that Ray gives up after 30 s
 """
 
 
-def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, dict[str, str], list[str]]]:
-    """(host, variables, `ray start`) of each node of each job that names a Ray cluster.
+def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, str, dict[str, str], list[str]]]:
+    """(job, host, variables, `ray start`) of each node of each job that names a Ray cluster.
 
     Raises:
         SystemExit: the jobs' ports overlap, or a job has too many nodes on a host.
@@ -84,7 +84,9 @@ def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, dict[str
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, about["gpu_ids"]))
             resources = json.dumps({f"mux_{node}": 1})
             options = {"address": job["ray"], "num-gpus": about.get("gpus", 1), "resources": resources}
-            found.append((host, variables, ray_start(int(job["ray"].rpartition(":")[2]) + place * PER_NODE, SERVICES, options)))
+            found.append(
+                (name, host, variables, ray_start(int(job["ray"].rpartition(":")[2]) + place * PER_NODE, SERVICES, options))
+            )
     return found
 
 
@@ -122,6 +124,7 @@ def main() -> int:
     own, command = sys.argv[1:], []
     if "--" in own:
         own, command = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser.add_argument("--at-once", type=int, help="nodes that start up together; all, unless hosts share one small machine")
     given, command = parser.parse_args(own), command or ["sleep", "infinity"]
     run = yaml.safe_load(given.run.read_text())
     folder = (given.dir or Path(run["dir"])).absolute()
@@ -158,12 +161,15 @@ def main() -> int:
             keep(on_host("", "", head(job["ray"]), of_jobs))
         for name in jobs:
             wait(name)
-        for host, own_variables, words in nodes:
-            keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own_variables}))
-        for host in dict.fromkeys(host for host, _, _ in nodes):
+        together = given.at_once or len(nodes)
+        for first in range(0, len(nodes), together):
+            group = nodes[first : first + together]
+            for _, host, own_variables, words in group:
+                keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own_variables}))
+            for name in dict.fromkeys(job for job, *_ in group):
+                wait(name, *(f"mux_{own_variables['VERL_MUX_NODE']}" for job, _, own_variables, _ in group if job == name))
+        for host in dict.fromkeys(host for _, host, _, _ in nodes):
             keep(on_host(given.via, host, agent, {}))
-        for name, job in jobs.items():
-            wait(name, *(f"mux_{node}" for node in {*job["nodes"]["train"], *job["nodes"]["rollout"]}))
         running = subprocess.Popen(command, env=environment, start_new_session=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: running.send_signal(number))

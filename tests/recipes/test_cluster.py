@@ -106,16 +106,16 @@ def options(words: list[str]) -> dict[str, str]:
 
 def test_each_node_is_a_ray_start_on_its_host_with_its_resource_and_its_gpus():
     train, first, second = clusters.plan({"jobs": {"wide": WIDE, "local": {"nodes": {}}}}, POOLS)
-    assert [host for host, _, _ in (train, first, second)] == ["b", "a", "b"]
-    assert options(train[2])["resources"] == '{"mux_t0": 1}' and options(train[2])["num-gpus"] == "2"
-    assert train[1] == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"} and first[1] == {"VERL_MUX_NODE": "r0"}
-    assert second[1] == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"} and options(second[2])["num-gpus"] == "1"
-    assert {options(words)["address"] for _, _, words in (train, first, second)} == {"10.0.0.9:20000"}
+    assert [it[:2] for it in (train, first, second)] == [("wide", "b"), ("wide", "a"), ("wide", "b")]
+    assert options(train[3])["resources"] == '{"mux_t0": 1}' and options(train[3])["num-gpus"] == "2"
+    assert train[2] == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"} and first[2] == {"VERL_MUX_NODE": "r0"}
+    assert second[2] == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"} and options(second[3])["num-gpus"] == "1"
+    assert {options(it[3])["address"] for it in (train, first, second)} == {"10.0.0.9:20000"}
 
 
 def test_no_two_ray_nodes_share_a_port_and_all_of_a_job_are_in_its_block():
     jobs = {"wide": WIDE, "narrow": NARROW}
-    started = [options(words) for _, _, words in clusters.plan({"jobs": jobs}, POOLS)]
+    started = [options(words) for _, _, _, words in clusters.plan({"jobs": jobs}, POOLS)]
     for job, first in (("wide", 20000), ("narrow", 20050)):
         of_job = [options(clusters.head(jobs[job]["ray"])), *(it for it in started if it["address"] == jobs[job]["ray"] and
                                                               "r0" not in it["resources"])]  # fmt: skip
