@@ -15,16 +15,12 @@ import msgspec
 import torch
 
 from verl_mux.errors import Failure
-from verl_mux.memory.tags import Moves, total
+from verl_mux.memory.tags import Moves, stays, total
 from verl_mux.platform.choose import cpu_part
 
 _POLL_S = 0.05
 # Left free beside what a wake maps: the driver rounds up.
 _MARGIN = 64 << 20
-# The share of its awake bytes that a process may keep on a GPU while it sleeps: the edges of pages.
-_LEFT = 0.05
-# The bytes that it may keep there in any case: cuBLAS keeps its workspaces in memory of torch's allocator.
-_WORKSPACES = 256 << 20
 
 
 def refusal(what: str, needed: int, wait_s: float, device: Any | None, everywhere: Callable[[bool], bool]) -> str | None:
@@ -94,7 +90,7 @@ class Residents:
         if device is not None and not self._awake:
             # Counted for the last worker: the allocator knows what the process holds, not which worker.
             moves["params"] = msgspec.structs.replace(moves["params"], mapped=device.memory_allocated())
-        self._check_left(sum(moved.mapped for moved in moves.values()), 0 if device is None else _WORKSPACES)
+        self._check_left(sum(moved.mapped for moved in moves.values()), gpu=device is not None)
         return moves
 
     def wake(self, who: str, states: Sequence[Any], device: Any | None) -> Moves:
@@ -114,9 +110,9 @@ class Residents:
             self.sleep(who, states, device)
             raise Failure(f"no room to wake the {who}'s states: {full}") from None
 
-    def _check_left(self, left: int, allowed: int) -> None:
+    def _check_left(self, left: int, gpu: bool) -> None:
         had = sum(self._gave.values()) + left
-        if left > max(_LEFT * had, allowed):
+        if stays(left, had, gpu):
             raise Failure(f"the training states sleep, but {left / 1e9:.2f} of {had / 1e9:.2f} GB did not leave the device")
 
 

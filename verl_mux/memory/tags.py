@@ -1,7 +1,7 @@
 """The tags of one engine's or one trainer's device memory: what sleeps in which state, what moved, and the saver that moves it.
 
-Runs in engine servers and schedulers (`SleepStates`, `Metered`), training workers and the trainer (`Moved`). Pure but for the
-saver and device that `Metered` is given; imports no torch.
+Runs in engine servers and schedulers (`SleepStates`, `Metered`), training workers and the trainer (`Moved`). Pure but for
+`Metered`, which moves the saver and asks the device that it is given; imports no torch.
 
 An engine that sleeps twice is not asked twice: SGLang's own release and resume are not idempotent (a second resume ends its
 scheduler process), and verl's HTTP client repeats a call that timed out. So every request goes through `SleepStates`, a table.
@@ -18,6 +18,10 @@ Level 1 keeps the weights in host memory and brings them back; level 2 drops the
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -38,6 +42,13 @@ WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 TAGS = (WEIGHTS, KV_CACHE)
 LEVELS = {1: SleepState.ASLEEP_1, 2: SleepState.ASLEEP_2}
 _ASLEEP = tuple(LEVELS.values())
+# What may stay on a device as memory goes to sleep: a share of it, the edges of pages; on a GPU these bytes in any case, which
+# libraries take for themselves (modules, cuBLAS's workspaces).
+_EDGES, _OF_LIBRARIES = 0.05, 256 << 20
+# How often the device is looked at until a tag has left it.
+_LOOKS, _LOOK_S = 20, 0.05
+
+log = logging.getLogger(__name__)
 
 Step = tuple[str, SleepState]
 
@@ -115,6 +126,11 @@ def total(parts: Iterable[Moves], seconds: Callable[[Iterable[float]], float] = 
     }
 
 
+def stays(left: int, had: int, gpu: bool) -> bool:
+    """Whether so much of `had` bytes that sleep is left on the device (on a GPU?) that they have not left it."""
+    return left > max(_EDGES * had, _OF_LIBRARIES if gpu else 0)
+
+
 # ---------------------------------------------------------------- the saver of a process on CUDA
 
 
@@ -123,55 +139,83 @@ class NoRoom(MemoryError):
 
 
 class Metered:
-    """torch_memory_saver's tags of one process, metered and made safe to ask twice.
+    """torch_memory_saver's tags of one process, sized and made safe to ask twice.
 
     The library ends the process at a second pause, at a second resume, and at a resume for which there is no room; and it says
-    neither how many bytes a tag has nor whether they became free, so the device's free memory is read before and after.
+    neither how many bytes a tag has nor whether they left. A tag has the bytes that torch's allocator reserved in this process
+    during the tag's regions and captures. What is free of the device says nothing of one process, since others take and give
+    memory at any time: it can show that a tag left, but that it stayed, only the driver's count of this process can.
 
-    `inner`: region, pause and resume by tag; `device`: as torch.cuda; `report`: called with a tag's bytes on the device after a
-    move.
+    `inner`: region, cuda_graph, pause and resume by tag; `device`: as torch.cuda; `report`: called with a tag's bytes on the
+    device after a move.
     """
 
     def __init__(self, inner: Any, device: Any, report: Callable[[str, int], None]) -> None:
         self._inner, self._device, self._report = inner, device, report
         self._paused: set[str] = set()
-        self._mapped: dict[str, int] = {}
-        self._whole: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        before = self._free()
-        with self._inner.region(tag=tag, enable_cpu_backup=enable_cpu_backup):
+        with self._inner.region(tag=tag, enable_cpu_backup=enable_cpu_backup), self._sized(tag):
             yield
-        self._now(tag, self._mapped.get(tag, 0) + max(0, before - self._free()))
-        self._whole[tag] = self._mapped[tag]
+
+    @contextlib.contextmanager
+    def cuda_graph(self, *, tag: str, **capture: Any) -> Iterator[None]:
+        with self._inner.cuda_graph(tag=tag, **capture), self._sized(tag):
+            yield
+
+    @contextlib.contextmanager
+    def _sized(self, tag: str) -> Iterator[None]:
+        before = self._device.memory_reserved()
+        yield
+        self._sizes[tag] = self._sizes.get(tag, 0) + max(0, self._device.memory_reserved() - before)
+        self._report(tag, self._sizes[tag])
 
     def pause(self, tag: str) -> None:
-        """What did not become free counts as mapped still."""
+        """Raises RuntimeError: it stayed on the device."""
         if tag in self._paused:
             return
         self._device.synchronize()
-        before = self._free()
+        free, held = self._free(), self._held()
         self._inner.pause(tag)
         self._paused.add(tag)
-        self._now(tag, max(0, self._mapped.get(tag, 0) - max(0, self._free() - before)))
+        stayed = self._stayed(tag, free, held)
+        self._report(tag, stayed)
+        if stayed:
+            raise RuntimeError(f"{stayed / 1e9:.2f} of its {self._sizes[tag] / 1e9:.2f} GB did not leave the device")
+
+    def _stayed(self, tag: str, free: int, held: int | None) -> int:
+        """Bytes, as far as it is sure. free, held: of the device, and by this process, before the pause."""
+        size = self._sizes.get(tag, 0)
+        for _ in range(_LOOKS):
+            holds = self._held()
+            gone = max(0, self._free() - free, held - holds if held and holds else 0)
+            if not stays(size - gone, size, gpu=True):
+                return 0
+            time.sleep(_LOOK_S)
+        if held and holds:
+            return size - gone
+        what = "another process has taken them, or they stayed"
+        log.warning("%s sleeps, but %.2f of its %.2f GB are not free: %s", tag, (size - gone) / 1e9, size / 1e9, what)
+        return 0
 
     def resume(self, tag: str) -> None:
         """Raises NoRoom."""
         if tag not in self._paused:
             return
-        needed = self._whole.get(tag, 0) - self._mapped.get(tag, 0)
+        needed = self._sizes.get(tag, 0)
         if needed > self._free():
             self._device.ipc_collect()
             self._device.empty_cache()
-        if needed > (before := self._free()):
-            raise NoRoom(f"{tag} needs {needed / 1e9:.2f} GB, {before / 1e9:.2f} are free")
+        if needed > (free := self._free()):
+            raise NoRoom(f"{tag} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} are free")
         self._inner.resume(tag)
         self._paused.discard(tag)
-        self._now(tag, self._mapped.get(tag, 0) + max(0, before - self._free()))
+        self._report(tag, needed)
 
     def is_paused(self, tag: str) -> bool:
         return tag in self._paused
@@ -179,6 +223,9 @@ class Metered:
     def _free(self) -> int:
         return self._device.mem_get_info()[0]
 
-    def _now(self, tag: str, mapped: int) -> None:
-        self._mapped[tag] = mapped
-        self._report(tag, mapped)
+    def _held(self) -> int | None:
+        """By this process, as the driver counts. None: it does not say, as in most containers."""
+        with contextlib.suppress(Exception):  # NVML's own, each for something else that is not there
+            found = re.search(rf"process +{os.getpid()} uses +([0-9.]+) MB", self._device.list_gpu_processes())
+            return int(float(found[1]) * 2**20) if found else None
+        return None

@@ -25,6 +25,7 @@ class Library:
         self.c.tms_set_interesting_region.argtypes = self.c.tms_set_enable_cpu_backup.argtypes = [ctypes.c_bool]
         self.c.tms_pause.argtypes = self.c.tms_resume.argtypes = [ctypes.c_char_p]
         self.c.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+        self.reserved = 0
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
@@ -33,6 +34,9 @@ class Library:
         self.c.tms_set_interesting_region(True)
         yield
         self.c.tms_set_interesting_region(False)
+
+    def cuda_graph(self, tag: str) -> contextlib.AbstractContextManager[None]:
+        return self.region(tag)
 
     def pause(self, tag: str) -> None:
         self.c.tms_pause(tag.encode())
@@ -43,14 +47,18 @@ class Library:
     def malloc(self, size: int) -> int:
         at = ctypes.c_void_p()
         assert self.c.cudaMalloc(ctypes.byref(at), size) == 0
+        self.reserved += size
         return at.value or 0
 
 
 class Device:
-    """The driver's own count, asked for as of torch.cuda."""
+    """The driver's own count, and what was allocated, asked for as of torch.cuda."""
 
-    def __init__(self, runtime: ctypes.CDLL) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: ctypes.CDLL, library: Library) -> None:
+        self._runtime, self._library = runtime, library
+
+    def memory_reserved(self) -> int:
+        return self._library.reserved
 
     def mem_get_info(self) -> tuple[int, int]:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -68,12 +76,14 @@ class Device:
 
 def scene(name: str, path: str) -> dict:
     library, measured = Library(path), {}
-    device, reported = Device(ctypes.CDLL("libcudart.so.13")), {}
+    device, reported = Device(ctypes.CDLL("libcudart.so.13"), library), {}
     saver = Metered(library, device, lambda tag, mapped: reported.__setitem__(tag, mapped))
     with saver.region("weights", enable_cpu_backup=name == "backup"):
         weights = library.malloc(64 * MIB)
     with saver.region("kv_cache"):
         cache = library.malloc(128 * MIB)
+    if name == "graphs":
+        return graphs(saver, library, device)
     ctypes.memset(weights, 7, 64 * MIB)
     ctypes.memset(cache, 8, 128 * MIB)
     measured["awake"], measured["free_awake"] = dict(reported), device.mem_get_info()[0] // MIB
@@ -113,6 +123,20 @@ def scene(name: str, path: str) -> dict:
     measured["value"] = ctypes.c_ubyte.from_address(weights + 5).value
     ctypes.memset(cache, 9, 128 * MIB)  # at the address it had
     return measured
+
+
+def graphs(saver: Metered, library: Library, device: Device) -> dict:
+    """Others take the room of captured graphs as they sleep."""
+    with saver.cuda_graph(tag="cuda_graph"):
+        library.malloc(32 * MIB)
+    saver.pause("cuda_graph")
+    with library.region("another"):
+        library.malloc(40 * MIB)
+    try:
+        saver.resume("cuda_graph")
+    except NoRoom as error:
+        return {"error": str(error), "free": device.mem_get_info()[0] // MIB}
+    return {}
 
 
 if __name__ == "__main__":

@@ -83,3 +83,8 @@ def test_the_library_itself_ends_the_process_for_want_of_room_where_ours_raises_
     assert code == 0, told
     assert "kv_cache needs 0.13 GB, 0.10 are free" in told["error"]
     assert told["free_refused"] == 256 - 100 - 64 and told["free_again"] == 64
+
+
+def test_graphs_without_room_are_an_error_and_not_the_end_of_the_process(play):
+    code, told = play("graphs")
+    assert code == 0 and told == {"error": "cuda_graph needs 0.03 GB, 0.03 are free", "free": 24}, told

@@ -1,5 +1,6 @@
 """SGLang's own release and resume under our hooks: the calls that end a stock scheduler are an answer, or nothing."""
 
+import contextlib
 import os
 import random
 from types import SimpleNamespace
@@ -333,8 +334,20 @@ def test_on_cuda_memory_that_others_let_go_counts_as_free_before_a_wake_is_refus
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 if "empty_cache" in calls else 40, 200))
     inner = SimpleNamespace(pause=lambda tag: None, resume=lambda tag: calls.append("resumed"))
     saver = Metered(inner, torch.cuda, lambda tag, mapped: None)
-    saver._whole["weights"], saver._paused = 60, {"weights"}
+    saver._sizes["weights"], saver._paused = 60, {"weights"}
     saver.resume("weights")
     assert calls == ["ipc_collect", "empty_cache", "resumed"]
     saver.pause("weights")
     assert calls[3:] == ["synchronize"]
+
+
+def test_a_wake_asks_for_the_room_of_what_was_captured_too(engine, monkeypatch):
+    """Of which torch_memory_saver says nothing but the end of the process."""
+    captured, asked = SimpleNamespace(cuda_graph=lambda **capture: contextlib.nullcontext()), []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", iter([100, 700]).__next__)
+    with Metered(captured, torch.cuda, scheduler_memory._report).cuda_graph(tag="cuda_graph", pool=None):
+        pass
+    engine.sleep(level=1)
+    monkeypatch.setattr(scheduler_memory, "refusal", lambda what, needed, *_: asked.append((what, needed)))
+    assert engine.wake("weights", "cuda_graph").error is None
+    assert asked == [("cuda_graph and weights", 600 + scheduler_memory._sizes["weights"])]
