@@ -25,6 +25,7 @@ SERVER_ARGUMENTS = {
     "sleep_on_idle": False, "enable_priority_scheduling": False, "disable_priority_preemption": False,
     "default_priority_value": None, "schedule_low_priority_values_first": False,  # so a higher value goes first
     "schedule_policy": "fcfs", "enable_memory_saver": False, "enable_weights_cpu_backup": False,
+    "disable_piecewise_cuda_graph": False, "enforce_piecewise_cuda_graph": False,
 }  # fmt: skip
 
 

@@ -26,19 +26,24 @@ class Charges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     context, communicators: of an engine's or a training rank's process; communicators only where it has peers. graphs, workspace:
     of an engine's. worker_context: of the rollout worker beside an engine. Measured by others (SGLang pull request 7873, 8B with
-    TP 2 on H200: context 1.6, NCCL 1, graphs 0.6); workspace is flashinfer's 512 MiB, worker_context an estimate.
+    TP 2 on H200: context 1.6, NCCL 1, graphs 0.6); workspace is flashinfer's 512 MiB, worker_context an estimate. prefill_graphs:
+    of an engine that captures prefills too; an estimate for 58 lengths of at most 8192 tokens, for each of which SGLang reserves
+    8 MiB, and the activations of the longest.
     """
 
     context: float = 1.6
     communicators: float = 1.0
     graphs: float = 0.6
+    prefill_graphs: float = 1.5
     workspace: float = 0.54
     worker_context: float = 0.5
 
-    def engine(self, peers: int, graphs: bool) -> dict[str, int]:
-        """Bytes by kind of an engine's process on one GPU; `peers`: GPUs of the engine; `graphs`: does it capture any."""
+    def engine(self, peers: int, graphs: bool, prefill_graphs: bool = False) -> dict[str, int]:
+        """Bytes by kind of an engine's process on one GPU; `peers`: GPUs of the engine; `graphs`: does it capture any, and of
+        prefills."""
         kept = {"context": self.context, "workspace": self.workspace}
         kept |= {"communicators": self.communicators} if peers > 1 else {}
+        kept |= {"prefill_graphs": self.prefill_graphs} if prefill_graphs else {}
         return _bytes(kept | ({"graphs": self.graphs} if graphs else {}))
 
     def worker(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from verl_mux.memory.certificate.job import read_job
 H20, H800, H200 = 96 * 10**9, 80 * 10**9, 141 * 10**9
 # Of a sleeping engine (two GPUs or more) and its rollout worker: context, communicators, workspace; context.
 ENGINE_KEEPS = 1_600_000_000 + 1_000_000_000 + 540_000_000 + 500_000_000
-GRAPHS = 600_000_000
+GRAPHS, PREFILL_GRAPHS = 600_000_000, 1_500_000_000
 TRAINER_KEEPS = 1_600_000_000 + 1_000_000_000
 
 
@@ -106,8 +106,14 @@ def test_what_the_sleeping_others_keep_stands_beside_every_phase():
 
 @pytest.mark.parametrize(
     ("rollout", "budget", "own", "left"),
-    [({}, None, GRAPHS, 0), ({}, 96, GRAPHS, GRAPHS), ({"enforce_eager": True}, None, 0, 0)],
-    ids=["graphs that sleep", "graphs that stay", "no graphs"],
+    [
+        ({}, None, GRAPHS, 0),
+        ({}, 96, GRAPHS, GRAPHS),
+        ({"enforce_eager": True}, None, 0, 0),
+        ({"engine_kwargs": {"sglang": {"disable_piecewise_cuda_graph": False}}}, None, GRAPHS, PREFILL_GRAPHS),
+        ({"engine_kwargs": {"sglang": {"enforce_piecewise_cuda_graph": True}}}, None, GRAPHS, PREFILL_GRAPHS),
+    ],
+    ids=["graphs that sleep", "graphs that stay", "no graphs", "of prefills too", "of prefills, enforced"],
 )  # fmt: skip
 def test_graphs_stand_beside_phases_in_which_their_engine_is_awake_and_of_sleeping_engines_where_they_stay(
     rollout, budget, own, left
@@ -121,6 +127,7 @@ def test_graphs_stand_beside_phases_in_which_their_engine_is_awake_and_of_sleepi
     for phase in ("rollout", "sync"):
         held = phases[phase].bytes
         assert (held.get("graphs", 0), held["others"]) == (own, 2 * (ENGINE_KEEPS + left))
+        assert held.get("prefill_graphs", 0) == (PREFILL_GRAPHS if left == PREFILL_GRAPHS else 0)
 
 
 def test_a_colocated_job_keeps_both_halves_and_each_phase_sees_the_other_one():

@@ -37,7 +37,7 @@ def request_table(job: Job) -> int:
 
 def held_by_engine(job: Job) -> dict[str, int]:
     """By the engine's process and the rollout worker beside it, besides tensors, while it is awake."""
-    return _added(job.charges.engine(job.engine.gpus, job.engine.graphs), job.charges.worker())
+    return _added(job.charges.engine(job.engine.gpus, job.engine.graphs, job.engine.prefill_graphs), job.charges.worker())
 
 
 def kept(job: Job, side: str) -> dict[str, int]:
@@ -58,8 +58,7 @@ def held(job: Job) -> dict[str, int]:
 def room(job: Job, capacity: int) -> int:
     """Bytes that SGLang sees free before it loads, with no process beside it: it takes `gpu_memory_utilization` of these for
     weights and KV cache, and leaves the rest to what comes later: graphs, workspaces, activations."""
-    kinds = held(job)
-    return capacity - sum(kinds.values()) + kinds.get("graphs", 0) + kinds["workspace"]
+    return capacity - sum(size for kind, size in held(job).items() if kind not in ("graphs", "prefill_graphs", "workspace"))
 
 
 def kv_cache(job: Job, capacity: int, utilization: float | None = None) -> int:

@@ -29,7 +29,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout engine. gpus: of one replica. bytes, kv_bytes: of a parameter, and of a key or value. utilization: verl's
     gpu_memory_utilization; share_of_all: as in the engine's record. tokens, cache_bytes: fixed KV cache, None: what the
     utilization leaves. requests: at once. longest: tokens of prompt and response. graphs: it captures CUDA graphs;
-    graphs_sleep: they leave the GPU with the weights. keeps_weights: asleep it may have them on the host."""
+    graphs_sleep: they leave the GPU with the weights. prefill_graphs: some of prefills too, which stay. keeps_weights: asleep it
+    may have them on the host."""
 
     tensor: int
     data: int
@@ -46,6 +47,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     graphs: bool
     graphs_sleep: bool
+    prefill_graphs: bool
     keeps_weights: bool
     nodes: int
     gpus_per_node: int
@@ -160,6 +162,7 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
         graphs=graphs,
         # On a device with a budget, which is host memory, there are none: what they would take is charged throughout.
         graphs_sleep=record.graphs_sleep and graphs and at(config, "mux.device.budget") is None,
+        prefill_graphs=record.prefill_graphs(arguments),
         keeps_weights=str(at(config, "mux.device.sleep_level", "auto")) != "2",
         nodes=_count(config, f"{side}.nnodes"),
         gpus_per_node=_count(config, f"{side}.n_gpus_per_node"),

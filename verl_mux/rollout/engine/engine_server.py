@@ -28,6 +28,7 @@ from verl_mux.places.place import check
 from verl_mux.places.ray_nodes import here
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.engine.record import engines
 from verl_mux.rollout.engine.server_directory import CHARGES_VARIABLE, DIRECTORY_VARIABLE, mapped_bytes
 from verl_mux.rollout.engine.serving import (
     ABORTED,
@@ -74,7 +75,10 @@ class EngineServer(_Base, metaclass=ABCMeta):
         device.announce(self._settings.job, self._node(), self._first_device())
         # On the platform whose device is host memory no graph is captured; what it would take is charged all the same.
         graphs = get_device_name() == "cpu" or not self.config.enforce_eager
-        os.environ[CHARGES_VARIABLE] = msgspec.json.encode(device.charges.engine(self.replica_world_size, graphs)).decode()
+        engine = engines()[self.config.name]
+        of_prefills = engine.prefill_graphs((self.config.engine_kwargs or {}).get(engine.name) or {})
+        charges = device.charges.engine(self.replica_world_size, graphs, of_prefills)
+        os.environ[CHARGES_VARIABLE] = msgspec.json.encode(charges).decode()
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
         self._prepare()
 

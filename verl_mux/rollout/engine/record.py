@@ -38,6 +38,7 @@ class EngineRecord:
     cache_tokens, cache_bytes: its argument that fixes the size of the KV cache, in one or the other; "": it has none.
     arguments: of every engine of ours; a list is added to the user's.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
+    prefill_graphs: whether, by the arguments given, it captures graphs of prefills that stay on the GPU while it sleeps.
     refused_arguments: (name, why, what is allowed) of each of the arguments given that loses weights or keeps memory asleep.
     no_windows: why a model with sliding-window attention is refused; empty: it is not.
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
@@ -64,6 +65,7 @@ class EngineRecord:
     cache_bytes: str = ""
     arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
+    prefill_graphs: Callable[[Arguments], bool] = lambda given: False
     refused_arguments: Callable[[Arguments], Iterable[tuple[str, str, str]]] = lambda given: ()
     no_windows: str = ""
     cpu_arguments: Arguments = field(default_factory=dict)

@@ -27,7 +27,7 @@ from verl_mux.platform.charges import charge
 
 DIRECTORY_VARIABLE, CHARGES_VARIABLE = "VERL_MUX_TAG_DIR", "VERL_MUX_ENGINE_CHARGES"
 # Charged once the engine runs; the others before it loads.
-_LATE = ("graphs", "workspace")
+_LATE = ("graphs", "prefill_graphs", "workspace")
 _AT_GATE, _OPEN, _WORD = "at_gate", "open", "word"
 _POLL_S = 0.05
 

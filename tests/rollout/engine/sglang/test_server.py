@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("verl")
+import verl
+from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 
 from verl_mux.platform.choose import accelerator_present
 from verl_mux_cpu import kernel_placeholders
@@ -18,8 +20,12 @@ from verl_mux_cpu import kernel_placeholders
 if not accelerator_present():
     kernel_placeholders.install()
 
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
+from verl_mux.config import completion
+from verl_mux.config.schema import MuxConfig
 from verl_mux.coordinator.bus.fence import Fenced
 from verl_mux.memory.tags import SleepState
 from verl_mux.platform.charges import DeviceSettings
@@ -27,6 +33,7 @@ from verl_mux.rollout.engine import engine_server, server_directory
 from verl_mux.rollout.engine.sglang import manager, server
 from verl_mux.rollout.engine.sglang.manager import EngineFailed, Refused
 from verl_mux.rollout.engine.sglang.server import MuxSGLangHttpServer
+from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 from verl_mux.worker_settings import KEY, WorkerSettings
 
 SIZES = {"weights": 1000, "kv_cache": 500}
@@ -81,11 +88,12 @@ def make(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(manager, "install", lambda *_: None)
     monkeypatch.setattr(manager, "eos_token_ids", lambda _: set())
 
-    def made(device="cpu", gpus=1, eager=False, launched=True) -> MuxSGLangHttpServer:
+    def made(device="cpu", gpus=1, eager=False, launched=True, **arguments) -> MuxSGLangHttpServer:
         for module in (engine_server, server):
             monkeypatch.setattr(module, "get_device_name", lambda: device)
         settings = WorkerSettings(rollout_nodes=("r0",), device=DeviceSettings())
-        config = Config(custom={KEY: settings.to_dict()}, enforce_eager=eager, n_gpus_per_node=gpus)
+        keys = {"enforce_eager": eager, "n_gpus_per_node": gpus, "engine_kwargs": {"sglang": arguments}}
+        config = Config(custom={KEY: settings.to_dict()}, **keys)
         it = MuxSGLangHttpServer(config, gpus)
         if launched:
             asyncio.run(it.launch_server())
@@ -103,6 +111,7 @@ class Config:
     n_gpus_per_node: int
     free_cache_engine: bool = True
     engine_kwargs: dict | None = None
+    name: str = "sglang"
     nnodes: int = 1
 
 
@@ -242,6 +251,10 @@ def test_what_a_user_says_of_nccls_graphs_stays(make, monkeypatch):
         ({"device": "cpu"}, {"context", "workspace", "graphs"}),
         ({"device": "cpu", "gpus": 2, "eager": True}, {"context", "workspace", "communicators", "graphs"}),
         ({"device": "cuda", "gpus": 2, "eager": True}, {"context", "workspace", "communicators"}),
+        (
+            {"device": "cuda", "eager": True, "disable_piecewise_cuda_graph": False},
+            {"context", "workspace", "prefill_graphs"},
+        ),
     ],
 )
 def test_the_engines_processes_find_in_the_environment_what_they_need(make, given, kinds):
@@ -252,3 +265,47 @@ def test_the_engines_processes_find_in_the_environment_what_they_need(make, give
     assert (os.environ[server.ENGINE_MARK], os.environ[server.SEEDED_VARIABLE]) == ("1", "0")
     several_on_cpu = given["device"] == "cpu" and given.get("gpus", 1) > 1
     assert ("SGLANG_CPU_OMP_THREADS_BIND" in os.environ) is several_on_cpu
+
+
+# ---------------------------------------------------------------- what verl's server hands SGLang
+
+
+class Launch(Exception):
+    """SGLang's own arguments; its processes would start now."""
+
+
+@pytest.mark.parametrize(
+    ("given", "prefill_graphs_off", "attention"),
+    [
+        # FA3's graphs cannot be captured in SGLang 0.5.12, so verl takes another attention.
+        ({}, True, "flashinfer"),
+        ({"disable_piecewise_cuda_graph": False, "attention_backend": "triton"}, False, "triton"),
+        ({"enforce_piecewise_cuda_graph": True}, False, "flashinfer"),
+    ],
+)
+def test_sglang_gets_no_graphs_of_prefills_and_verls_attention_unless_the_user_says_so(
+    tmp_path, monkeypatch, given, prefill_graphs_off, attention
+):
+    def launch(server_args, **_):
+        raise Launch(server_args)
+
+    monkeypatch.setattr("sglang.srt.entrypoints.http_server.Engine._launch_subprocesses", launch)
+    monkeypatch.setattr("sglang.srt.entrypoints.engine._set_envs_and_config", lambda *_: None)
+    monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}))
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=sglang", "trainer.v1.trainer_mode=mux_separate"])
+    rollout = config.actor_rollout_ref.rollout
+    with open_dict(rollout):
+        rollout.engine_kwargs = {"sglang": {"device": "cuda", **given}}
+    completion.complete(config, MuxConfig(), cpu=False)
+    it = object.__new__(SGLangHttpServer)
+    it.config, it.rollout_mode = omega_conf_to_dataclass(rollout), RolloutMode.STANDALONE
+    it.model_config = SimpleNamespace(local_path=str(tmp_path), trust_remote_code=False, lora_rank=0, lora={})
+    it.node_rank = it.base_gpu_id = 0
+    it.nnodes, it._disaggregation_role = 1, "null"
+    with pytest.raises(Launch) as launched:
+        asyncio.run(it.launch_server())
+    found = launched.value.args[0]
+    assert (found.disable_piecewise_cuda_graph, found.attention_backend) == (prefill_graphs_off, attention)
+    assert RECORD.prefill_graphs(given) is not prefill_graphs_off

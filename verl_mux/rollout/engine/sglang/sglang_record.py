@@ -66,6 +66,11 @@ def priority_arguments(given: Arguments) -> Arguments:
     }
 
 
+def prefill_graphs(given: Arguments) -> bool:
+    """They are on where the user says so, by one of two arguments (see `arguments` below)."""
+    return bool(given.get("enforce_piecewise_cuda_graph")) or given.get("disable_piecewise_cuda_graph") is False
+
+
 def refused_arguments(given: Arguments) -> Iterator[tuple[str, str, str]]:
     """Quantized weights, drafts other than n-grams, which need no model of their own, and memory that cannot sleep."""
     for name in ("quantization", "modelopt_quant", "torchao_config", "rl_quant_profile"):
@@ -93,9 +98,15 @@ RECORD = EngineRecord(
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
     scheduler_title="sglang::scheduler",
     load_weights="verl_mux.rollout.engine.sglang.sglang_weights.load",
-    # An idle scheduler that spins takes CPU time from the job that has the lease.
-    arguments={"sleep_on_idle": True, "custom_weight_loader": ["verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"]},
+    arguments={
+        # An idle scheduler that spins takes CPU time from the job that has the lease.
+        "sleep_on_idle": True,
+        # Graphs of prefills have no tag, so they would stay on the GPU; and to compile and capture them takes minutes.
+        "disable_piecewise_cuda_graph": True,
+        "custom_weight_loader": ["verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"],
+    },
     priority_arguments=priority_arguments,
+    prefill_graphs=prefill_graphs,
     refused_arguments=refused_arguments,
     no_windows="SGLang 0.5.12 keeps its KV cache on the device while it sleeps",
     cpu_arguments={
