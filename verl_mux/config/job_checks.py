@@ -1,15 +1,14 @@
 """Refuse a job's config where keys contradict one another, a trainer mode, or what a sleeping job must not keep on its device.
 
 Runs in the job's driver before Ray starts (preflight.py), in `verl-mux doctor --job` and in `verl-mux report --what-if`
-(refused_rollout); reads a config, the environment and the model's config file, and writes nothing. A start raises the first
-refusal. Each names the key, its value and the way out.
+(refused_rollout); reads a config and the model's config file, and writes nothing. A start raises the first refusal. Each names
+the key, its value and the way out.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +185,6 @@ def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
 # ---------------------------------------------------------------- device memory
 
 _STRATEGIES = ("fsdp", "fsdp2")
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WINDOWS = ("sliding_attention", "chunked_attention")
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
@@ -228,12 +226,7 @@ def model_config(config: DictConfig) -> dict[str, Any] | None:
 
 
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """What the environment, and the model's `config.json`, if it is to be had, are refused for."""
-    for variable in _ALLOCATOR:
-        given = os.environ.get(variable, "")
-        if "expandable_segments:true" in given.replace(" ", "").lower():
-            line = f"{variable}={given}: torch_memory_saver frees nothing with expandable segments; take them out"
-            yield Refusal(line, variable, given)
+    """What the model's `config.json` is refused for, if it is to be had."""
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):

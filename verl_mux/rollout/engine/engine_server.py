@@ -43,6 +43,8 @@ from verl_mux.rollout.engine.serving import (
 )
 from verl_mux.worker_settings import WorkerSettings, node_of, open_worker_log, pin
 
+# Both names of what configures torch's allocator.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ABORT_AGAIN_S = 0.05
 _LOOK_S = 1.0  # between two looks at whether the engine stands still
 
@@ -80,6 +82,10 @@ class EngineServer(_Base, metaclass=ABCMeta):
         charges = device.charges.engine(self.replica_world_size, graphs, of_prefills)
         os.environ[CHARGES_VARIABLE] = msgspec.json.encode(charges).decode()
         os.environ[DIRECTORY_VARIABLE] = str(self._directory)
+        for name in _ALLOCATOR:  # of expandable segments, which trainers gain by, no engine's saver frees anything
+            parts = os.environ.pop(name, "").split(",")
+            if kept := ",".join(part for part in parts if not part.strip().startswith("expandable_segments")):
+                os.environ[name] = kept
         self._prepare()
 
     # ---------------------------------------------------------------- engine's own

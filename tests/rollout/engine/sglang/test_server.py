@@ -239,6 +239,22 @@ def test_graphs_sleep_with_the_weights_where_there_are_any(make, engine, given, 
     assert [tags for _, tags, _ in engine.asked] == [["kv_cache"], weights, weights, ["kv_cache"]]
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:64, expandable_segments: True,roundup_power2_divisions:[256:1,512:2]",
+         "max_split_size_mb:64,roundup_power2_divisions:[256:1,512:2]"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+    ],
+)  # fmt: skip
+def test_an_engine_has_no_expandable_segments_of_which_its_saver_frees_nothing(make, monkeypatch, given, kept):
+    for name in engine_server._ALLOCATOR:
+        monkeypatch.setenv(name, given)
+    make(launched=False)
+    assert {os.environ.get(name) for name in engine_server._ALLOCATOR} == {kept}
+
+
 def test_what_a_user_says_of_nccls_graphs_stays(make, monkeypatch):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     make("cuda")
