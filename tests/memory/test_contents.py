@@ -5,6 +5,8 @@ import torch
 
 from verl_mux.memory.contents import Contents
 
+NO_SYNC = "after a sleep without a copy no sync has brought back "
+
 
 class Model(torch.nn.Module):
     """A large and a small parameter, one that is no float, a buffer, and two tensors that are mere attributes."""
@@ -47,7 +49,7 @@ def test_level_1_brings_every_parameter_back(model):
     lost(model)
     contents.came_back()
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert contents.unsynced() == []
+    assert contents.lacks() is None
 
 
 def test_level_2_keeps_what_no_sync_sends_and_nothing_else(model):
@@ -56,7 +58,7 @@ def test_level_2_keeps_what_no_sync_sends_and_nothing_else(model):
     lost(model)
     contents.came_back()
     assert torch.equal(model.scale, scale) and torch.equal(model.codes, codes)
-    assert contents.unsynced() == ["large", "small"]
+    assert contents.lacks() == NO_SYNC + "large, small"
 
 
 @pytest.mark.parametrize("missing", range(0, 128, 9))
@@ -68,23 +70,38 @@ def test_a_part_that_a_loader_fills_by_itself_is_missed_however_small(missing):
     kept = model.bias.data[missing, 768:].clone()
     model.bias.data.zero_()
     model.bias.data[missing, 768:] = kept
-    assert contents.unsynced() == ["bias"]
+    assert contents.lacks() == NO_SYNC + "bias"
 
 
 def test_what_was_synced_in_part_is_named(model):
     contents = slept(model)
     model.small.data.copy_(torch.zeros(7))
     model.large.data[:250].copy_(torch.zeros(250, 400))
-    assert contents.unsynced() == ["large"]
+    assert contents.lacks() == NO_SYNC + "large"
     model.large.data[250:].copy_(torch.zeros(50, 400))
-    assert contents.unsynced() == []
+    assert contents.lacks() is None
+
+
+@pytest.mark.parametrize("sent", ["nan", "-nan", "all bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nan_that_the_trainer_sent_is_no_weight_that_no_sync_brought_back(model, dtype, sent):
+    """As computations on CPUs and GPUs leave them."""
+    model = model.to(dtype)
+    contents, bits = slept(model), torch.int32 if dtype == torch.float32 else torch.int16
+    value = torch.full((1,), -1, dtype=bits).view(dtype) if sent == "all bits" else torch.tensor([float(sent)], dtype=dtype)
+    model.large.data.copy_(value.expand(300, 400))
+    assert contents.lacks() == NO_SYNC + "small"
+    model.small.data.copy_(torch.zeros(7))
+    assert contents.lacks() == "training has diverged: the trainer's own weights hold NaN, in large"
+    model.large.data.copy_(torch.zeros(300, 400))
+    assert contents.lacks() is None
 
 
 def test_a_model_that_sleeps_before_its_sync_has_nothing_to_keep(model):
     contents = slept(model)
     assert contents.left(1) == model.scale.nbytes + model.codes.nbytes
     contents.came_back()
-    assert contents.unsynced() == ["large", "small"]
+    assert contents.lacks() == NO_SYNC + "large, small"
 
 
 def test_a_whole_model_leaves_no_copies_behind(model):

@@ -20,12 +20,14 @@ _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
 # primes, so marks fall on different places of each row. A stride is smaller than any part that a loader fills by itself (an
 # expert's half of a bias, the keys of merged projections).
 _EVERY = ((1 << 16, 1), (1 << 22, 127))
+# A NaN with bits that no computation makes, so that it is none that a sync sent.
+_MARK = {torch.float32: 0x7FE5A5A5, torch.bfloat16: 0x7FE5, torch.float16: 0x7E5A}
 _EVERY_OF_THE_LARGEST = 4093
 _ALIGNED = 64  # where a copy begins in its buffer: any type may
 
 
 class Contents:
-    """Of one model in one process. `left` before its memory goes, `came_back` when it is there again, then `unsynced`."""
+    """Of one model in one process. `left` before its memory goes, `came_back` when it is there again, then `lacks`."""
 
     def __init__(self, model: torch.nn.Module, keeps_buffers: bool = False) -> None:
         self._model, self._keeps_buffers = model, keeps_buffers
@@ -51,7 +53,7 @@ class Contents:
         for tensor, copy in self._kept:
             tensor.copy_(copy, non_blocking=True)
         for _, tensor in self._marked:
-            _marks(tensor).fill_(float("nan"))  # `unsynced` sees whether a sync overwrote it
+            _bits(_marks(tensor)).fill_(_MARK[tensor.dtype])  # `lacks` sees whether a sync overwrote it
 
     def settled(self) -> None:
         """The model is whole: host copies go, pinned ones back to the host, where other jobs want them."""
@@ -61,9 +63,13 @@ class Contents:
             torch._C._host_emptyCache()
 
     @torch.no_grad()
-    def unsynced(self) -> list[str]:
-        """Names of parameters that a sync has yet to write, wholly or in part, since they came back."""
-        return [name for name, tensor in self._marked if bool(_marks(tensor).isnan().any())]
+    def lacks(self) -> str | None:
+        """Why no token of this model would be worth anything: parameters that a sync has yet to write, wholly or in part, since
+        they came back, or that it wrote as NaN. None: it is whole."""
+        nan = {name: marks for name, tensor in self._marked if bool((marks := _marks(tensor)).isnan().any())}
+        if left := [name for name, marks in nan.items() if bool((_bits(marks) == _MARK[marks.dtype]).any())]:
+            return f"after a sleep without a copy no sync has brought back {_few(left)}"
+        return f"training has diverged: the trainer's own weights hold NaN, in {_few(list(nan))}" if nan else None
 
     def _plain(self) -> Iterator[torch.Tensor]:
         """Attributes of modules with memory of their own."""
@@ -75,6 +81,14 @@ class Contents:
                     if start not in known:
                         known.add(start)
                         yield value
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _marks(tensor: torch.Tensor) -> torch.Tensor:

@@ -176,9 +176,9 @@ def _resumed(original: Callable, scheduler: Any, request: Any, asked: list[str])
     except Exception as error:
         log.exception("the engine could not take %s again", ", ".join(tags))
         return Answer(f"taking {', '.join(tags)} again failed: {error}", failed=True)
-    if KV_CACHE in tags and (missing := _unsynced(scheduler)):
+    if KV_CACHE in tags and (lack := _lacks(scheduler)):
         _take_back(scheduler, tags, stashed)
-        return Answer(missing)
+        return Answer(lack)
     return Answer()
 
 
@@ -193,15 +193,14 @@ def _map(scheduler: Any, tag: str) -> str | None:
     return None if _everywhere(scheduler, error is None) else error or f"another rank has no room for {tag}"
 
 
-def _unsynced(scheduler: Any) -> str | None:
-    """Names of weights that are still without their values; a model that is whole drops its host copies."""
+def _lacks(scheduler: Any) -> str | None:
+    """Why the model may not run on one of the ranks; one that is whole drops its host copies."""
     contents = _contents(scheduler)
-    names = contents.unsynced()
-    if _everywhere(scheduler, not names):
+    lack = contents.lacks()
+    if _everywhere(scheduler, lack is None):
         contents.settled()
         return None
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"after a sleep without a copy no sync has brought back {', '.join(names[:5]) or 'what another rank names'}{more}"
+    return lack or "weights of another rank are NaN, or no sync has brought them back"
 
 
 def _take_back(scheduler: Any, tags: list[str], stashed: Any) -> None:

@@ -122,7 +122,7 @@ class TaggedWorker(_Base):
             self._release(tag, level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's own. Raises RuntimeError: no room, or weights that no sync has brought back."""
+        """vLLM's own. Raises RuntimeError: no room, or weights that are not whole."""
         for tag in TAGS:
             if (tags is None or tag in tags) and (error := self._resume(tag, 0.0)):
                 raise RuntimeError(error)
@@ -151,10 +151,9 @@ class TaggedWorker(_Base):
             return f"no room to wake: {full}"
         if tag == WEIGHTS:
             self._whole().came_back()
-        elif names := self._whole().unsynced():
+        elif lack := self._whole().lacks():
             self._saver.pause(tag)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            return f"after a sleep without a copy no sync has brought back {', '.join(names[:5])}{more}"
+            return lack
         if tag == KV_CACHE:
             self._whole().settled()
             self.model_runner.post_kv_cache_wake_up()
