@@ -65,7 +65,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     @property
     def directory(self) -> Path:
-        """The run's place for files on this host; removed when the job ends."""
+        """The run's place for files on this host; its servers there make it, and remove it when the job ends."""
         return Path(tempfile.gettempdir()) / f"verl_mux_{self.uid}"
 
     def server_directory(self, replica: int, node: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import msgspec
@@ -144,6 +145,23 @@ def test_a_rollout_that_lost_an_actor_ends_its_job_instead_of_going_on_for_ever(
         trainer.fit(SimpleNamespace(agent_loop_workers=[]))
     # The coordinator shows which actor died as the reason.
     assert trainer.phases.mux.failed == str(lost)
+
+
+@pytest.mark.parametrize("raised", [None, ValueError("what a library says")], ids=["well", "badly"])
+def test_each_server_removes_its_files_from_its_host_however_the_job_ends(trainer, monkeypatch, raised):
+    def ends(self, agent_loop_manager):
+        if raised is not None:
+            raise raised
+
+    asked = []
+    trainer.phases, trainer.config = Phases(Fencing(), NULL_LOG), OmegaConf.create()
+    trainer.phases.mux.close = lambda *_: asked.append("leases are back")
+    monkeypatch.setattr(PPOTrainer, "fit", ends)
+    made_ready(trainer, monkeypatch)
+    trainer.rollout_server_manager = SimpleNamespace(each=lambda verb, ranks: asked.append((verb, ranks)))
+    with nullcontext() if raised is None else pytest.raises(ValueError, match="library"):
+        trainer.fit(SimpleNamespace(agent_loop_workers=[]))
+    assert asked == ["leases are back", ("forget", None)]
 
 
 FULL = DeviceFull("out of memory on r0: held by code")

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -228,7 +227,12 @@ class PPOTrainerMux(PPOTrainer):
         finally:
             close()
             self.phases.log.close()
-            shutil.rmtree(self.settings.directory, ignore_errors=True)
+            self._forget_files()
+
+    def _forget_files(self) -> None:
+        """The servers remove theirs, each from its host."""
+        with contextlib.suppress(Exception):  # the job ends, and maybe for an error of its own
+            self.rollout_server_manager.each("forget", None)
 
     def _start_rollout(self, workers: list) -> None:
         keys, rollout = self._mux_config.rollout, self.config.actor_rollout_ref.rollout
@@ -465,6 +469,7 @@ class PPOTrainerMux(PPOTrainer):
                 self.phases.fail(str(cause) if isinstance(cause, Failure) else f"its driver ended with {type(error).__name__}")
             finally:
                 self.phases.log.close()
+                self._forget_files()
             raise
 
 

@@ -54,6 +54,24 @@ def test_replicas_move_all_or_by_rank_and_each_server_tells_its_figures(ranks, n
     assert moved == [(node, {"kv_cache": Moved(1, 0, 0.0)}) for node in nodes]
 
 
+@pytest.mark.parametrize("first", ["answers", "is dead", "never answers"])
+def test_each_server_removes_its_files_whatever_another_does(monkeypatch, first):
+    async def answers():
+        if first == "is dead":
+            raise ActorDiedError
+        if first == "never answers":
+            await asyncio.Event().wait()
+
+    async def removes():
+        removed.append("r1")
+
+    removed, made = [], object.__new__(MuxReplica)
+    monkeypatch.setattr(replica_module, "_FORGETS_S", 0.01)
+    made.servers = [SimpleNamespace(forget=SimpleNamespace(remote=remote)) for remote in (answers, removes)]
+    asyncio.run(made.forget())
+    assert removed == ["r1"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "replicas", "servers", "expected"),
     [

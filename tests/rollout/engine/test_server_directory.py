@@ -1,11 +1,15 @@
 """What an engine's processes and the processes beside them leave for each other in the server's directory."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 
 import pytest
 
 from verl_mux.rollout.engine.server_directory import (
     DIRECTORY_VARIABLE,
+    forget,
     leave_word,
     mapped_bytes,
     open_gate,
@@ -65,9 +69,31 @@ def test_a_process_replaces_its_own_report_and_no_other(directory):
     assert mapped_bytes(directory) == {}
     write_mapped({"weights": 3 << 40}, pid=1)
     assert mapped_bytes(directory) == {"weights": 3 << 40}
-    write_mapped({"weights": 5, "kv_cache": 1}, pid=2)
+    write_mapped({"weights": 5, "kv_cache": 1}, pid=os.getpid())
     write_mapped({"weights": 0}, pid=1)
     assert mapped_bytes(directory) == {"weights": 5, "kv_cache": 1}
+
+
+def test_a_process_that_was_killed_has_nothing_on_the_device_before_its_parent_looks_and_after(directory):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write_mapped({"weights": 7}, process.pid)
+    assert mapped_bytes(directory) == {"weights": 7}
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert mapped_bytes(directory) == {}
+    process.communicate()
+    assert mapped_bytes(directory) == {}
+
+
+def test_the_last_server_of_a_run_that_ends_on_a_host_leaves_nothing_there(tmp_path):
+    first, last = tmp_path / "run" / "server_0_0", tmp_path / "run" / "server_1_0"
+    for directory in (first, last):
+        directory.mkdir(parents=True)
+        open_gate(directory)
+    forget(first)
+    assert list((tmp_path / "run").iterdir()) == [last] and list(last.iterdir())
+    forget(last)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _write_many(pid: int) -> None:
@@ -76,7 +102,7 @@ def _write_many(pid: int) -> None:
 
 
 def test_a_reader_never_sees_half_a_report(directory):
-    writer = multiprocessing.get_context("fork").Process(target=_write_many, args=(3,))
+    writer = multiprocessing.get_context("fork").Process(target=_write_many, args=(os.getpid(),))
     writer.start()
     while writer.is_alive():
         assert mapped_bytes(directory).get("weights", 0) < 200

@@ -29,7 +29,7 @@ from verl_mux.places.ray_nodes import here
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.record import engines
-from verl_mux.rollout.engine.server_directory import CHARGES_VARIABLE, DIRECTORY_VARIABLE, mapped_bytes
+from verl_mux.rollout.engine.server_directory import CHARGES_VARIABLE, DIRECTORY_VARIABLE, forget, mapped_bytes
 from verl_mux.rollout.engine.serving import (
     ABORTED,
     ANSWER,
@@ -71,7 +71,8 @@ class EngineServer(_Base, metaclass=ABCMeta):
         self._stalls = StallWatch()
         self._watching: asyncio.Task | None = None
         self._directory = self._settings.server_directory(self.replica_rank, self.node_rank)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        forget(self._directory)  # what one that was killed left there would open this one's gate
+        self._directory.mkdir(parents=True)
         self._mapped: dict[str, int] = {}
         device = self._settings.device
         device.announce(self._settings.job, self._node(), self._first_device())
@@ -154,6 +155,10 @@ class EngineServer(_Base, metaclass=ABCMeta):
     async def reopen(self, token: int) -> None:
         """The lease still holds. Raises Fenced if it is not the newest."""
         self._passage.fence.reopen(token)
+
+    async def forget(self) -> None:
+        """The job is over; no engine moves from here on."""
+        forget(self._directory)
 
     async def release_kv_cache(self) -> None:
         await self.sleep([KV_CACHE])

@@ -40,6 +40,7 @@ from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # verl's, in a pool of a replica's own: the rollout worker, and room for another.
 _PROCESSES_A_GPU = 2
+_FORGETS_S = 5.0
 
 
 class MuxCheckpointEngineWorker(CheckpointEngineWorker):
@@ -245,6 +246,10 @@ class MuxReplica(RolloutReplica):
 
     async def reopen(self, token: int) -> None:
         await asyncio.gather(*[server.reopen.remote(token) for server in self.servers])
+
+    async def forget(self) -> None:
+        """The job is over: each server removes its files from its host. One that does not answer keeps them."""
+        await asyncio.wait([asyncio.ensure_future(server.forget.remote()) for server in self.servers], timeout=_FORGETS_S)
 
     async def _in_turn(self, moves: list[Any], *arguments: Any) -> list[tuple[str, Moves]]:
         # The first server moves the whole engine; the others then see what happened on their nodes.

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
+from verl_mux.coordinator.bus.members import is_alive, member_of
 from verl_mux.errors import Failure
 from verl_mux.platform.charges import charge
 
@@ -46,11 +49,20 @@ def write_mapped(mapped: dict[str, int], pid: int) -> None:
 
 
 def mapped_bytes(directory: Path) -> dict[str, int]:
-    """Bytes on the device by tag, summed over the processes that write to `directory`."""
+    """Bytes on the device by tag, summed over the processes that write to `directory` and live: one that was killed has none."""
     totals: Counter[str] = Counter()
     for path in directory.glob("*.json"):
-        totals.update(msgspec.json.decode(path.read_bytes(), type=dict[str, int]))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if is_alive(member_of(int(path.stem))):
+                totals.update(msgspec.json.decode(path.read_bytes(), type=dict[str, int]))
     return dict(totals)
+
+
+def forget(directory: Path) -> None:
+    """Of a server that ends: removed, and with the run's last one on this host the run's own."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # there are others
+        directory.parent.rmdir()
 
 
 def wait_at_gate() -> None:

@@ -201,6 +201,14 @@ def test_a_tag_that_did_not_leave_but_for_edges_of_pages_is_no_sleep(make, engin
     assert it._states.state is SleepState.KV_RELEASED  # no lease goes back for it
 
 
+def test_a_server_that_starts_where_another_was_killed_finds_a_shut_gate_and_at_its_end_leaves_nothing(make):
+    killed = make(launched=False)
+    server_directory.open_gate(killed._directory)
+    assert list((it := make(launched=False))._directory.iterdir()) == []
+    asyncio.run(it.forget())
+    assert not it._directory.parent.exists()
+
+
 @pytest.mark.parametrize("tag", SIZES)
 def test_an_engine_of_which_nothing_can_leave_does_not_start(make, engine, tag):
     engine.mapped.pop(tag)
