@@ -68,7 +68,7 @@ def engine(monkeypatch):
 def make(engine, monkeypatch, tmp_path):
     """Makes a server on a device of this name, whose engine has started."""
     names = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK",
-             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", server_directory.DIRECTORY_VARIABLE,
+             "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_NCCL_SO_PATH", "LD_LIBRARY_PATH", server_directory.DIRECTORY_VARIABLE,
              server_directory.CHARGES_VARIABLE, server.ENGINE_MARK, server.SEEDED_VARIABLE)  # fmt: skip
     for name in names:  # which come back as they were
         monkeypatch.setenv(name, "")
@@ -267,6 +267,13 @@ def test_what_a_user_says_of_nccls_graphs_stays(make, monkeypatch):
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
     make("cuda")
     assert os.environ["NCCL_GRAPH_REGISTER"] == "1"
+
+
+@pytest.mark.parametrize(("device", "path"), [("cuda", "/pips/nvidia/cu13/lib"), ("cpu", None)])
+def test_schedulers_on_a_gpu_start_with_the_runtime_of_torch_on_the_linkers_path(make, monkeypatch, device, path):
+    monkeypatch.setattr(server, "with_torchs_runtime", lambda environment: {"LD_LIBRARY_PATH": "/pips/nvidia/cu13/lib"})
+    make(device)
+    assert os.environ.get("LD_LIBRARY_PATH") == path
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 
 from verl_mux.memory.tags import CUDA_GRAPH, WEIGHTS
 from verl_mux.platform.choose import cpu_part
+from verl_mux.platform.cuda_packages import with_torchs_runtime
 from verl_mux.rollout.engine.engine_server import EngineServer
 from verl_mux.rollout.engine.serving import ABORTED, STOPPED
 from verl_mux.rollout.engine.sglang import manager, scheduler_log
@@ -35,7 +36,10 @@ class MuxSGLangHttpServer(EngineServer, SGLangHttpServer):
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             # A graph over memory that came back must not use NCCL's registration of what was there before.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        if get_device_name() == "cpu":
+        if get_device_name() == "cuda":
+            # Of the schedulers, which start with torch_memory_saver's library before Python.
+            os.environ.update(with_torchs_runtime(os.environ))
+        elif get_device_name() == "cpu":
             os.environ.update(cpu_part("engine_environment")(self.replica_world_size))
         os.environ[ENGINE_MARK] = "1"
         os.environ[SEEDED_VARIABLE] = "1" if self._settings.seeded_sampling else "0"
