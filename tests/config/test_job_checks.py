@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
+from verl_mux.config import job_checks
 from verl_mux.config.job_checks import Surroundings, check, model_config, refused_rollout, refused_surroundings, sliding_window
 from verl_mux.config.schema import RolloutConfig, convert, raise_first
 from verl_mux.errors import UserError
@@ -118,6 +119,62 @@ def test_a_model_whose_memory_would_stay_or_not_come_back_is_refused(tmp_path, m
     if said is None:
         return check_surroundings(config)
     assert said in refusal(config, check_surroundings)
+
+
+ATTENTION = f"{MODEL}__override_config"
+SDPA = {"attn_implementation": "sdpa"}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU whose packages are these; returns how often a hub was asked."""
+    asked = []
+
+    def made(flash=False, hub=False, cuda=(13, 0)):
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+        for name, answer in {"accelerator_present": True, "torch_cuda": cuda, "has_flash_attention": flash}.items():
+            monkeypatch.setattr(job_checks, name, lambda answer=answer: answer)
+        monkeypatch.setattr(job_checks, "hub_has_flash_attention", lambda: asked.append(1) or hub)
+        return asked
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ["model.override_config.attn_implementation=null, so flash_attention_2: it is not installed here", "or set +actor"]),
+        ({ATTENTION: {"attn_implementation": "flash_attention_2"}}, ["attn_implementation=flash_attention_2: it is not"]),
+        ({ATTENTION: SDPA, "critic": {"enable": True, "model": {}}}, ["critic.model.override_config.attn_implementation=null"]),
+        ({f"{REF}__actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}},
+         ["install flash-attn, sdpa does not go with ulysses_sequence_parallel_size=2"]),
+    ],
+)  # fmt: skip
+def test_attention_that_no_package_and_no_hub_has_is_refused_before_anything_starts(gpu, changes, words):
+    gpu()
+    said = refusal(verl_config({}, **changes), check_surroundings)
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("packages", "changes", "questions"),
+    [
+        ({"flash": True}, {}, 0),
+        ({"hub": True}, {}, 1),
+        ({}, {ATTENTION: SDPA}, 0),
+        ({"cuda": None}, {}, 0),
+    ],
+)
+def test_attention_that_is_at_hand_passes_and_a_hub_is_asked_only_for_what_is_missing(gpu, packages, changes, questions):
+    asked = gpu(**packages)
+    check_surroundings(verl_config({}, **changes))
+    assert len(asked) == questions
+
+
+def test_a_machine_that_runs_its_jobs_on_the_cpu_needs_no_flash_attention(gpu, monkeypatch):
+    gpu()
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    check_surroundings(verl_config({}))
 
 
 def test_a_model_named_on_a_hub_is_looked_at_before_anything_starts(tmp_path, monkeypatch):

@@ -21,6 +21,8 @@ from verl_mux.config.schema import MuxConfig, Refusal, RolloutConfig, convert, r
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.memory.model_files import known_model_config
 from verl_mux.placement.estimator import LEAST
+from verl_mux.platform.choose import accelerator_present, cpu_platform_wanted
+from verl_mux.platform.cuda_packages import FLASH_ATTENTION, has_flash_attention, hub_has_flash_attention, torch_cuda
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
 from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, EngineRecord, engines
 from verl_mux.rollout.lengths.predictors import PREDICTORS
@@ -193,8 +195,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator[Refusal]:
     """Each of these is right in verl's own trainer modes, where no other job wants the device."""
     # verl's other training engines have offload keys of their own, and none has been seen to leave the device.
-    critic = OmegaConf.select(config, "algorithm.adv_estimator") == "gae" or OmegaConf.select(config, "critic.enable")
-    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if critic else [])):
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if _has_critic(config) else [])):
         if OmegaConf.select(config, f"{role}.strategy") not in (None, *_STRATEGIES):
             yield from _forbid(config, [f"{role}.strategy"], unsupported, ", ".join(_STRATEGIES))
     model = "actor_rollout_ref.model"
@@ -215,6 +216,10 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
             yield Refusal(line, f"{arguments}.{name}", given[name])
 
 
+def _has_critic(config: DictConfig) -> bool:
+    return OmegaConf.select(config, "algorithm.adv_estimator") == "gae" or bool(OmegaConf.select(config, "critic.enable"))
+
+
 def engine_of(config: DictConfig) -> EngineRecord | None:
     """None: only a job that is refused has such an engine."""
     return engines().get(str(OmegaConf.select(config, f"{_ROLLOUT}.name")))
@@ -226,7 +231,8 @@ def model_config(config: DictConfig) -> dict[str, Any] | None:
 
 
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """What the model's `config.json` is refused for, if it is to be had."""
+    """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
+    yield from _refused_attention(config)
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
@@ -235,6 +241,25 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     if engine and engine.no_windows and (window := sliding_window(model)):
         line = f"{key}={path} has sliding-window attention ({window}): {engine.no_windows}; allowed: models without"
         yield Refusal(line, key, path)
+
+
+def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
+    """flash-attn 2, which verl asks for by default, where neither it nor its substitute is to be had: transformers finds that out
+    minutes after the start. Only where this machine has a GPU; another one does not say what the workers' machines have."""
+    if not accelerator_present() or cpu_platform_wanted([]) or torch_cuda() is None or has_flash_attention():
+        return
+    roles = ["actor_rollout_ref.model", *(["critic.model"] if _has_critic(config) else [])]
+    given = {key: OmegaConf.select(config, key) for key in (f"{role}.override_config.attn_implementation" for role in roles)}
+    asked = [key for key, value in given.items() if value in (None, FLASH_ATTENTION)]
+    if not asked or hub_has_flash_attention():
+        return
+    ranks = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
+    for key in asked:
+        value = given[key] or f"null, so {FLASH_ATTENTION}"
+        why = "it is not installed here, and no hub that answers has it for transformers"
+        # verl hands sequences from rank to rank inside flash-attn's calls alone.
+        way_out = f"or set +{key}=sdpa" if ranks == 1 else f"sdpa does not go with ulysses_sequence_parallel_size={ranks}"
+        yield Refusal(f"{key}={value}: {why}; install flash-attn, {way_out}", key, given[key])
 
 
 def sliding_window(model: Mapping[str, Any]) -> str | None:
