@@ -22,10 +22,10 @@ def checks(monkeypatch):
     return lambda *found: monkeypatch.setattr(doctor, "run_checks", lambda coordinator=None: iter(found))
 
 
-def test_each_check_is_a_line_and_advice_follows_what_is_not_good(checks, capsys):
+def test_each_check_is_a_line_with_advice_on_what_is_not_good(checks, capsys):
     checks(GOOD, NOTE)
     doctor.doctor()
-    assert capsys.readouterr().out.splitlines() == ["ok   one: fine", "note two: so so", "       read this"]
+    assert capsys.readouterr().out.splitlines() == ["ok   one: fine", "note two: so so; read this"]
 
 
 def test_something_bad_fails_by_name_and_the_json_says_the_same(checks, capsys):
@@ -34,7 +34,7 @@ def test_something_bad_fails_by_name_and_the_json_says_the_same(checks, capsys):
         with pytest.raises(Failure, match="the demo could not run here: three"):
             doctor.doctor(as_json=as_json)
     lines, _, printed = capsys.readouterr().out.partition("{")
-    assert "bad  three: gone\n       do that" in lines
+    assert "bad  three: gone; do that" in lines
     found = json.loads("{" + printed)
     assert found["ok"] is False and [check["ok"] for check in found["checks"]] == [True, False, None]
     assert found["checks"][0] == {"name": "one", "ok": True, "found": "fine", "advice": ""}

@@ -1,5 +1,5 @@
-"""`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it. And
-of a job that is given: what of its config is refused, changed or untried, one line a key.
+"""`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it (with
+--gpu those of doctor_gpu.py). And of a job that is given: what of its config is refused, changed or untried, one line a key.
 
 Runs on the command line; called by cli.py; starts one Python interpreter, asks a coordinator where one is named, writes nothing.
 Of a job nothing is started; its command is only composed.
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +25,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl_mux import upstream
+from verl_mux.composed_config import at
 from verl_mux.config.completion import judge
 from verl_mux.errors import Failure, UserError
+from verl_mux.launcher.doctor_gpu import Check, gpu_checks, read_machine
+from verl_mux.launcher.plan_memory import certificate, configs_of
 from verl_mux.launcher.run_processes import composed, require_verl
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
+from verl_mux.platform.cuda_packages import FLASH_ATTENTION
 from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.yaml_file import read_yaml
 
@@ -49,16 +53,6 @@ print(json.dumps({"modes": modes, "engine": engine, "hydra": "MuxSearchPath" in 
 """
 
 
-@dataclass(frozen=True)
-class Check:
-    """`ok` None: nothing is wrong, but read the advice."""
-
-    name: str
-    ok: bool | None
-    found: str
-    advice: str = ""
-
-
 def doctor(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- CMD", help=f"Judge the job of this command: python -m {_MAIN} OVERRIDES.")
@@ -67,15 +61,21 @@ def doctor(
     coordinator: Annotated[
         str | None, typer.Option(help="Also check that this coordinator answers, e.g. tcp://host:5570.")
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Check this machine's GPUs and what jobs on them need; --job may be a run file too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine: plugin, versions, platform, memory, ports. Exit code 1 if the demo could not run.
 
     With a job: say what our trainer modes would refuse, change, or be the first to try. Exit code 1 if it is refused.
+    With --gpu: exit code 1 if the first job on these GPUs would fail.
     """
-    if command or job:
+    if gpu and (command or coordinator):
+        raise UserError("--gpu goes with --job FILE and --json alone")
+    if (command or job) and not gpu:
         return judge_job(command, job, as_json)
-    checks = list(run_checks(coordinator))
+    checks = list(_gpu_checks(job) if gpu else run_checks(coordinator))
     bad = [check.name for check in checks if check.ok is False]
     if as_json:
         print(json.dumps({"ok": not bad, "checks": [asdict(check) for check in checks]}, indent=2))
@@ -83,10 +83,19 @@ def doctor(
         console = Console(highlight=False)
         for check in checks:
             mark = {True: "[green]ok  [/]", None: "[yellow]note[/]", False: "[red]bad [/]"}[check.ok]
-            advice = f"\n       {check.advice}" if check.advice and check.ok is not True else ""
+            advice = f"; {check.advice}" if check.advice and check.ok is not True else ""
             console.print(f"{mark} {check.name}: {check.found}{advice}", soft_wrap=True)
     if bad:
-        raise Failure(f"the demo could not run here: {', '.join(bad)}")
+        raise Failure(f"{'the first job on GPUs' if gpu else 'the demo'} could not run here: {', '.join(bad)}")
+
+
+def _gpu_checks(file: Path | None) -> Iterator[Check]:
+    configs = list(configs_of(file)) if file else []
+    needs = {node: host.total for node, host in certificate(configs).hosts.items()} if configs else {}
+    attention = {at(config, "actor_rollout_ref.model.override_config.attn_implementation") for _, config in configs or [("", {})]}
+    return gpu_checks(
+        read_machine([engine.name for engine in installed()]), needs, {kind or FLASH_ATTENTION for kind in attention}
+    )
 
 
 def judge_job(command: list[str] | None, file: Path | None, as_json: bool) -> None:

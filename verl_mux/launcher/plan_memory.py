@@ -50,7 +50,14 @@ def certificate_of(files: list[Path], pools: Path | None, observed: Path | None)
         UserError: a file that cannot be read as what it should be, or a node that the pools lack. Failure: composing a job's
             config takes too long.
     """
-    found = [_job(config, where) for file in files for where, config in _configs(file)]
+    return certificate([given for file in files for given in configs_of(file)], pools, observed)
+
+
+def certificate(
+    configs: list[tuple[str, dict[str, Any]]], pools: Path | None = None, observed: Path | None = None
+) -> Certificate:
+    """As `certificate_of`, of what `configs_of` gave."""
+    found = [_job(config, where) for where, config in configs]
     jobs = [job for job, _ in found]
     config = read_config(pools) if pools is not None else None
     notes: list[str] = []
@@ -107,7 +114,7 @@ def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]
     return found
 
 
-def _configs(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def configs_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each composed config of a file, and where it is from."""
     given = run_file.given_by(file)
     if isinstance(given, dict) and "actor_rollout_ref" in given:
