@@ -2,7 +2,8 @@
 
     python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml
 
-Without a command the clusters and agents go on until this program is ended. Runs on the machine of `verl-mux run`, which
+Without a command the clusters and agents go on until this program is ended. With --print nothing is started: it prints each
+`ray start` with its host. Runs on the machine of `verl-mux run`, which
 `bind` and each job's `ray` name; it holds the head of each cluster. `--via` is what starts a command on a host. Each node of
 a job is one `ray start` on the node's host, with the resource `mux_NODE`, the node's GPUs and ports of the job's own: the 50
 from the port of its `ray`. What runs on a host is started again when it ends, and is ended when its standard input ends: at
@@ -30,6 +31,8 @@ SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port",
 )  # fmt: skip
+# Bytes. Each Ray node would take 30% of its host's memory, and what sleeps lies there too.
+OBJECT_STORE, HEADS_OBJECT_STORE = 10 * 10**9, 2 * 10**9
 OF_HEAD = ("port", "ray-client-server-port", "dashboard-port")
 # keep COMMAND...: again and again, until standard input ends.
 KEEP = """
@@ -84,6 +87,7 @@ def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, str, dic
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, about["gpu_ids"]))
             resources = json.dumps({f"mux_{node}": 1})
             options = {"address": job["ray"], "num-gpus": about.get("gpus", 1), "resources": resources}
+            options["object-store-memory"] = OBJECT_STORE
             found.append(
                 (name, host, variables, ray_start(int(job["ray"].rpartition(":")[2]) + place * PER_NODE, SERVICES, options))
             )
@@ -93,7 +97,9 @@ def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, str, dic
 def head(address: str) -> list[str]:
     """The `ray start` of a job's head, which offers nothing."""
     ip, _, port = address.rpartition(":")
+    # The folder is that of the cluster's nodes too, on each host.
     options = {"node-ip-address": ip, "num-cpus": 0, "num-gpus": 0, "temp-dir": f"/tmp/verl_mux_ray_{port}"}
+    options["object-store-memory"] = HEADS_OBJECT_STORE
     return [*ray_start(int(port), OF_HEAD + SERVICES, options), "--head", "--include-dashboard=false"]
 
 
@@ -103,6 +109,17 @@ def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any
     options = {**options, **ports, "min-worker-port": 0, "max-worker-port": 0}
     words = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false", *words]
+
+
+def lines(run: dict[str, Any], pools: dict[str, Any]) -> list[str]:
+    """`host: command` of each Ray node that `main` would start."""
+    heads = [(name, job["ray"].rpartition(":")[0], {}, head(job["ray"])) for name, job in run["jobs"].items() if "ray" in job]
+    dull = ("--block", "--disable-usage-stats", "--log-color=false")
+    found = []
+    for _, host, variables, (_, _, _, *words) in [*heads, *plan(run, pools)]:
+        given = [f"{name}={value}" for name, value in variables.items()]
+        found.append(f"{host}: {shlex.join([*given, 'ray', *(word for word in words if word not in dull)])}")
+    return found
 
 
 def on_host(via: str, host: str, command: list[str], variables: dict[str, str]) -> list[str]:
@@ -116,7 +133,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the run file")
     parser.add_argument("--dir", type=Path, help="the run's folder, instead of the file's `dir`")
-    parser.add_argument("--via", required=True, help="what starts a command on a host, with {host} for its name")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--via", help="what starts a command on a host, with {host} for its name")
+    how.add_argument("--print", action="store_true", help="print what would be started where, without the clusters' token")
     parser.add_argument(
         "--pools", type=Path, help="the coordinator's file, where the run file names a coordinator by its address"
     )
@@ -130,6 +149,9 @@ def main() -> int:
     folder = (given.dir or Path(run["dir"])).absolute()
     coordinator = run["coordinator"]
     pools = yaml.safe_load(given.pools.read_text())["pools"] if given.pools else coordinator["pools"]
+    if given.print:
+        print("\n".join(lines(run, pools)))
+        return 0
     address, keys = run.get("bind") or coordinator, Path(run.get("keys") or folder / "keys")
     token = folder / "ray_token"
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,6 +136,45 @@ def test_jobs_without_ports_of_their_own_are_refused(jobs, words):
     many = {"many": {"nodes": [{"name": f"n{i}", "host": "a"} for i in range(5)]}}
     with pytest.raises(SystemExit, match=words):
         clusters.plan({"jobs": jobs}, POOLS | many)
+
+
+TWO_7B = RECIPE.parent / "two_7b_grpo"
+NEEDED = {"min-worker-port": "0", "max-worker-port": "0"}
+PORTS_OF_ALL = {"dashboard-agent-listen-port", "node-manager-port", "object-manager-port", "metrics-export-port"}
+
+
+def documented() -> list[tuple[str, str]]:
+    """(file, line) of each `ray start` with options that the documents write out; one that ends with `...` leaves some out."""
+    root = RECIPE.parents[1]
+    found = []
+    for file in [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/*/README.md")]:
+        text = file.read_text()
+        lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+        spans = [span for span in re.findall(r"`([^`]+)`", text) if span.startswith("ray start")]
+        found += [(file.name, line) for line in [*lines, *spans] if "ray start --" in line and not line.endswith("...")]
+    return found
+
+
+def test_the_ray_clusters_that_the_documents_write_out_share_no_port_no_folder_and_no_host_memory():
+    used, folders = [], []
+    for file, line in documented():
+        host, _, command = line.partition(": ")
+        given = options(shlex.split(command))
+        head = "--head" in command
+        wanted = PORTS_OF_ALL | ({"port", "ray-client-server-port", "temp-dir"} if head else {"address"})
+        assert not wanted - given.keys() and int(given["object-store-memory"]) <= 10**10, f"{file}: {line}"
+        assert {name: given[name] for name in NEEDED} == NEEDED, f"{file}: {line}"
+        used += [(host, int(port)) for name, port in given.items() if name.endswith("port") and port != "0"]
+        folders += [given["temp-dir"]] if head else []
+    assert len(used) == len(set(used)) > 0 and len(folders) == len(set(folders)) == 2
+
+
+def test_the_recipes_lines_are_those_that_the_script_starts(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["clusters.py", f"{TWO_7B}/clusters.yaml", "--pools", f"{TWO_7B}/pools.yaml", "--print"])
+    assert clusters.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [line for file, line in documented() if line in (TWO_7B / "README.md").read_text()]
+    assert run_file.read(TWO_7B / "clusters.yaml").jobs.keys() == {"math", "code"}
 
 
 # What each does with the words after its own.

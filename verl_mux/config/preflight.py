@@ -232,7 +232,7 @@ def claim_cluster(config: DictConfig, job: str) -> None:
         if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
             raise UserError(
                 f"the Ray cluster at {address} is {owner}'s, and two jobs in one cluster end each other: start one for job {job}"
-                " (`ray start --head --port=...`), and name it by ray_kwargs.ray_init.address, or `local` for one on this machine"
+                " (its ports: docs/cluster.md), and name it by ray_kwargs.ray_init.address, or `local` for one on this machine"
             )
         internal_kv._internal_kv_put(_KEY, job.encode(), overwrite=True, namespace=_SPACE)
     finally:
