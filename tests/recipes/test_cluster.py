@@ -174,7 +174,6 @@ def test_the_recipes_lines_are_those_that_the_script_starts(capsys, monkeypatch)
     assert clusters.main() == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed == [line for file, line in documented() if line in (TWO_7B / "README.md").read_text()]
-    assert run_file.read(TWO_7B / "clusters.yaml").jobs.keys() == {"math", "code"}
 
 
 # What each does with the words after its own.
