@@ -40,6 +40,7 @@ _NAMES = {
         "_next_train_batch": "draws prompts, over-sampled or not",
         "_load_checkpoint": "the rollout's pools come back with it",
         "_reissue_inflight_prompts": "left-over prompts wait for a lease",
+        "_resolve_filter_groups_metric": "groups are filtered under the training trigger too",
         "_add_batch_to_generate": "replaced: as many prompts as were taken",
     },
     "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync": {
@@ -47,6 +48,8 @@ _NAMES = {
         "_materialize_batch": "sorted into submission order",
         "_sync_metadata_from_transfer_queue": "read before a batch is made",
         "_clear_groups": "forgets prompt groups that were given up",
+        "_select_prompt_uids": "those that were drawn first",
+        "_dapo_filtered_keys": "which complete groups have no signal, and the value that all of one have",
     },
     "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopWorkerTQ": {
         "__ray_metadata__.modified_class._run_prompt": "a prompt group's task",

@@ -38,7 +38,11 @@ def vllm(**given):
         ({"actor_rollout_ref__rollout__nnodes": 0}, ["rollout.nnodes is 0; a number of 1", "needs a rollout pool"]),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 0}, ["n_gpus_per_node is 0; a number of 1", "needs a rollout pool"]),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, ["3 rollout GPUs", "replicas of 2 GPUs", "multiple"]),
-        ({"algorithm__filter_groups": {"enable": True}}, ["algorithm.filter_groups.enable=True"]),
+        ({"algorithm__filter_groups": {"enable": True}}, ["filter_groups.metric is None; needed: reward, or a key"]),
+        (
+            {"algorithm__filter_groups": {"enable": True, "metric": "acc", "max_inflight_gen_batches": 0}},
+            ["filter_groups.max_inflight_gen_batches is 0; a number of 1 or more"],
+        ),
         ({"reward": {"reward_model": {"enable": True}}}, ["reward.reward_model.enable=True", "do not cover it", "False"]),
         ({"reward__reward_model": {"enable_resource_pool": True}}, ["reward.reward_model.enable_resource_pool=True"]),
         ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
@@ -82,6 +86,7 @@ def test_it_is_refused_by_name(changes, words):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"algorithm__filter_groups": {"enable": True, "metric": "reward", "max_num_gen_batches": 10}},
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
         {f"{SGLANG}__speculative_algorithm": "NGRAM"},
         {f"{SGLANG}__json_model_override_args": '{"rope_theta": 10000}'},
@@ -297,6 +302,12 @@ def test_bad_values_are_refused_in_one_line(given, said):
         load(given, AROUND)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{"tail": "defer"}, {"migration": True}])
+def test_what_plans_a_rollouts_end_does_not_go_with_groups_that_are_replaced(given):
+    with pytest.raises(UserError, match=r"is not possible with algorithm.filter_groups.enable=True, which starts new prompts"):
+        load(given, around(filters_groups=True, rollout_nodes=["r0", "r1"]))
 
 
 @pytest.mark.parametrize(

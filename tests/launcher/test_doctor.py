@@ -138,9 +138,9 @@ class TestJobs:
                 "untried  trainer.nnodes=2: more than one ran on hosts made of network namespaces alone"} <= {*lines}  # fmt: skip
 
     def test_a_job_that_would_not_start_fails_by_all_keys(self, file, capsys):
-        given = file(trainer__use_v1=False, algorithm__filter_groups__enable=True)
+        given = file(trainer__use_v1=False, actor_rollout_ref__rollout__quantization="fp8")
         for as_json in (False, True):
-            with pytest.raises(Failure, match=r"refused: algorithm.filter_groups.enable, trainer.use_v1"):
+            with pytest.raises(Failure, match=r"refused: actor_rollout_ref.rollout.quantization, trainer.use_v1"):
                 doctor.doctor(job=given, as_json=as_json)
         lines, _, printed = capsys.readouterr().out.partition("\n{")
         assert "refused  trainer.use_v1: trainer.use_v1=False starts verl's legacy trainer" in lines

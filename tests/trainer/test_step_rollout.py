@@ -16,15 +16,12 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 import torch
 import transfer_queue as tq
-from transfer_queue import interface
-from transfer_queue.client import TransferQueueClient
-from transfer_queue.controller import TransferQueueController
-from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
 from tests.trainer.fencing import made_buffer
 from verl_mux.config.schema import OversampleConfig, RolloutConfig, SegmentsConfig
+from verl_mux.errors import Failure
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.rollout.control.oversampling import Oversampler
 from verl_mux.rollout.instructions import Abort, Report
@@ -135,13 +132,21 @@ class Manager:
 class Simulated:
     """Steps of a job with these keys of `mux.rollout`, over simulated workers."""
 
-    def __init__(self, length, log=NULL_LOG, on_progress=lambda done, total: None, saved=None, lag=9, **keys) -> None:
+    def __init__(
+        self, length, log=NULL_LOG, on_progress=lambda done, total: None, saved=None, lag=9, dull=(), most=10**6, **keys
+    ) -> None:  # fmt: skip
         self.manager, self.drawn, self.cleared, self.step_number = Manager(length), 0, set(), 0
         trainer = SimpleNamespace(
             config=config("nowhere", lag + 1), agent_loop_manager=self.manager, global_steps=1,
-            replay_buffer=SimpleNamespace(clear_groups=self.cleared.update, waiting_groups=list),
+            replay_buffer=SimpleNamespace(
+                clear_groups=self.cleared.update, waiting_groups=list, is_filtered=set(dull).__contains__
+            ),
         )  # fmt: skip
-        prompts = SimpleNamespace(next_batch=self._draw, order=SimpleNamespace(forget=lambda uids: None))
+        self.most = most  # prompts in all
+        prompts = SimpleNamespace(
+            next_batch=self._draw, room=lambda count: min(count, self.most - self.drawn),
+            order=SimpleNamespace(forget=lambda uids: None),
+        )  # fmt: skip
         phases = SimpleNamespace(log=log, mux=SimpleNamespace(progress=on_progress))
         watch = SimpleNamespace(check=lambda: None)
         self.rollout = StepRollout(trainer, RolloutConfig(**keys), prompts, phases, watch, ReplicaMoves(), saved)
@@ -165,7 +170,7 @@ def config(folder, threshold=8):
     rollout = {"n": SAMPLES, "max_num_seqs": 8, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": False,
                "agent": {"default_agent_loop": "single_turn_agent"}}  # fmt: skip
     return OmegaConf.create({
-        "data": {"train_batch_size": BATCH, "max_prompt_length": 8, "max_response_length": 40},
+        "algorithm": {}, "data": {"train_batch_size": BATCH, "max_prompt_length": 8, "max_response_length": 40},
         "actor_rollout_ref": {"rollout": rollout},
         "trainer": {"default_local_dir": str(folder), "resume_mode": "auto",
                     "v1": {"sampler": {"max_off_policy_threshold": threshold}}},
@@ -253,6 +258,22 @@ def test_a_checkpoints_group_that_is_ready_is_trained_without_a_launch():
     assert later.rollout._calls == {}
 
 
+@pytest.mark.parametrize(
+    ("keys", "drawn"), [({}, 6), (over(), 6), ({"segments": SEGMENTS}, 6)], ids=["whole", "oversample", "segments"]
+)
+def test_groups_without_a_signal_are_replaced_within_the_step(keys, drawn):
+    job = Simulated(lambda uid: 8, dull=["g1", "g2"], **keys)
+    assert job.step(4) == ["g0", "g3", "g4", "g5"]
+    assert job.cleared == {"g1", "g2"} == set(job.manager.dropped) and job.drawn == drawn
+
+
+@pytest.mark.parametrize("keys", [{}, over(), {"segments": SEGMENTS}], ids=["whole", "oversample", "segments"])
+def test_a_step_that_finds_too_few_in_the_prompts_it_may_draw_says_so(keys):
+    assert len(Simulated(lambda uid: 8, dull=["g1", "g2"], most=6, **keys).step(4)) == 4
+    with pytest.raises(Failure, match=r"has drawn algorithm.filter_groups.max_num_gen_batches batches"):
+        Simulated(lambda uid: 8, dull=["g1", "g2", "g4"], most=6, **keys).step(4)
+
+
 GROUP = {"name": "g0", "cuts": 0, "failures": 0, "tokens": [3] * SAMPLES, "age": 1}
 UNFINISHED = [{"state": "unfinished", "segments": [[10, 1]], "truncated": False, "lost_tokens": 0}] * SAMPLES
 
@@ -295,22 +316,6 @@ class Cutting(Oversampler):
 
 
 # ---------------------------------------------------------------- in verl's TransferQueue
-
-
-def of_actor(remote):
-    """The class behind a Ray actor's."""
-    return remote.__ray_metadata__.modified_class
-
-
-@pytest.fixture
-def queue(monkeypatch):
-    controller, unit = of_actor(TransferQueueController)(), of_actor(SimpleStorageUnit)({})
-    client = TransferQueueClient("trainer", controller.get_zmq_server_info())
-    units = OmegaConf.create({"zmq_info": {"unit": unit.get_zmq_server_info()}}, flags={"allow_objects": True})
-    client.initialize_storage_manager("SimpleStorage", units)
-    monkeypatch.setattr(interface, "_TQ_CLIENT", client)
-    yield
-    client.close()
 
 
 class Remembering:

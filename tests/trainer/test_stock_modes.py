@@ -120,11 +120,13 @@ def test_as_many_prompts_go_out_as_were_taken_and_entropy_moves_the_thresholds(h
         config=OmegaConf.create({"data": {"train_batch_size": 8}}),
         global_steps=1,
         _add_prompts_to_generate=added.append,
+        _resolve_filter_groups_metric=lambda: "acc",
         _compute_metrics=lambda batch, metrics: metrics.update({"actor/entropy": 2.5}),
     )
     keys = TriggerConfig(n_min=4, entropy=(0.5, 2.0))
     monkeypatch.setattr(module, "load", lambda _: MuxConfig(rollout=RolloutConfig(trigger=keys)))
     attach_trigger(trainer, SimpleNamespace(agent_loop_workers=[]))
+    assert buffer.filter_groups_metric == "acc"
 
     trainer._add_batch_to_generate()
     buffer.sample(1, "train", 8)

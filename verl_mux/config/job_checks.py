@@ -59,7 +59,7 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     unsupported = f"is not supported by {_MODE}={mode}"
     # verl keeps these roles awake on GPUs, and no phase of ours covers them.
     yield from _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
-    yield from _forbid(config, ["algorithm.filter_groups.enable"], f"{unsupported}; use sync", "False")
+    yield from _refused_filter(config)
     yield from _refused_memory(config, mode, unsupported)
     backend = f"{_ROLLOUT}.checkpoint_engine.backend"
     if (given := OmegaConf.select(config, backend)) not in (None, "naive", "mux"):  # naive: verl's own default
@@ -80,6 +80,25 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
         routing, sampler = f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.v1.sampler.custom_sampler.path"
         yield from _forbid(config, [routing], f"{ours} do not keep routed experts", "False")
         yield from _forbid(config, [sampler], f"{ours} choose the batch themselves", "null")
+
+
+_FILTER = "algorithm.filter_groups"
+
+
+def _filters(config: DictConfig) -> bool:
+    return bool(OmegaConf.select(config, f"{_FILTER}.enable"))
+
+
+def _refused_filter(config: DictConfig) -> Iterator[Refusal]:
+    if not _filters(config):
+        return
+    metric, batches = (OmegaConf.select(config, f"{_FILTER}.{key}") for key in ("metric", "max_inflight_gen_batches"))
+    if not metric:
+        line = f"{_FILTER}.metric is {metric!r}; needed: reward, or a key of what the reward function returns, such as acc"
+        yield Refusal(line, f"{_FILTER}.metric", metric)
+    if batches is not None and not (isinstance(batches, int) and batches >= 1):
+        key = f"{_FILTER}.max_inflight_gen_batches"
+        yield Refusal(f"{key} is {batches!r}; a number of 1 or more is needed", key, batches)
 
 
 def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> Iterator[Refusal]:
@@ -325,6 +344,7 @@ class Surroundings:
     """What the rest of the job's config says. engine_requests: all engines' together; None where unknown.
 
     train_batch_size: prompt groups. samples_per_group: rollout.n. bypasses_old_log_probs: rollout_correction.bypass_mode.
+    filters_groups: algorithm.filter_groups.enable.
     """
 
     trainer_mode: str
@@ -334,6 +354,7 @@ class Surroundings:
     engine_requests: int | None = None
     rollout_nodes: Sequence[str] = ()
     bypasses_old_log_probs: bool = False
+    filters_groups: bool = False
 
 
 def refused_rollout_keys(config: DictConfig, mux: MuxConfig) -> Iterator[Refusal]:
@@ -350,6 +371,7 @@ def refused_rollout_keys(config: DictConfig, mux: MuxConfig) -> Iterator[Refusal
         engine_requests=at_once * max(1, gpus // size) if at_once and size else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),
+        filters_groups=_filters(config),
     )
     return refused_rollout(mux.rollout, around)
 
@@ -372,6 +394,10 @@ def refused_rollout(keys: RolloutConfig, around: Surroundings) -> Iterator[Refus
         yield from _exclude("growth.own", list(keys.growth.own), {**_cuts(keys), "migration": keys.migration or None}, why)
     if keys.defers:
         yield from _exclude("tail", keys.tail, _cuts(keys), "rounds of whole responses leave no tail to cut off")
+    if around.filters_groups:
+        new = f"{_FILTER}.enable=True, which starts new prompts late in a step"
+        yield from _refuse_with(new, "tail", keys.tail if keys.defers else None, "its rounds are planned for an epoch")
+        yield from _refuse_with(new, "migration", keys.migration or None, "nodes go back when few responses are left")
     if around.bypasses_old_log_probs:
         bypass = "algorithm.rollout_correction.bypass_mode=True leaves out"
         if keys.cuts:
@@ -445,8 +471,12 @@ def _cuts(keys: RolloutConfig) -> dict[str, Any]:
     return {"oversample.rate": rate, "segments.segment_length": keys.segments.segment_length}
 
 
+def _refuse_with(other: str, key: str, value: Any, why: str) -> Iterator[Refusal]:
+    if value is not None:
+        line = f"{_ROOT}.{key}={value} is not possible with {other}: {why}; allowed: one of the two"
+        yield Refusal(line, f"{_ROOT}.{key}", value)
+
+
 def _exclude(key: str, value: Any, others: Mapping[str, Any], why: str) -> Iterator[Refusal]:
     for other, given in others.items():
-        if given is not None:
-            line = f"{_ROOT}.{key}={value} is not possible with {_ROOT}.{other}={given}: {why}; allowed: one of the two"
-            yield Refusal(line, f"{_ROOT}.{key}", value)
+        yield from _refuse_with(f"{_ROOT}.{other}={given}", key, value if given is not None else None, why)

@@ -49,7 +49,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The group is given up: its samples are padding, masked from the loss, logged as aborted. reason: stale | failed."""
+    """The group is given up: its samples are padding, masked from the loss, logged as aborted.
+
+    reason: stale | failed | filtered.
+    """
 
     group: str
     reason: str
@@ -68,6 +71,7 @@ Instruction = Draw | Launch | Abort | Drop | Finish
 class Report(NamedTuple):
     """What became of a sample since its launch. kind: done | paused | failed; why: eos | length | abort | failed.
 
+    The trainer makes filtered of done where it completes a group whose samples all have the same reward.
     new: tokens since the last report. total: tokens of the response so far. version: of the weights that wrote the new ones.
     """
 

@@ -40,6 +40,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
@@ -130,6 +131,14 @@ class PPOTrainerMux(PPOTrainer):
     def init(self) -> None:
         with self._leaving_on_failure():
             super().init()
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        buffer, groups = super()._build_replay_buffer(), self.config.algorithm.get("filter_groups")
+        # A sampler of the user's own filters by itself.
+        if groups and groups.get("enable") and isinstance(buffer, MuxReplayBuffer):
+            batches = groups.get("max_inflight_gen_batches", 1)
+            buffer.replace_filtered(groups.metric, self.config.data.train_batch_size, batches)
+        return buffer
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -342,7 +351,8 @@ class PPOTrainerMux(PPOTrainer):
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         self.watch.check()  # verl draws others in the place of prompts that failed: without end where an actor died
-        return super()._add_prompts_to_generate(num_prompts)
+        count = self.prompts.room(num_prompts)
+        return super()._add_prompts_to_generate(count) if count else 0
 
     def _save_checkpoint(self) -> None:
         with self.phases.part(events.SAVE_CHECKPOINT, self.global_steps):

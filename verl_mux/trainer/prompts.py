@@ -19,11 +19,16 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
 from verl_mux.config.schema import RolloutConfig
+from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.launch_order import LaunchOrder, prompts_of
 from verl_mux.rollout.control.tail_rounds import LengthEstimates, TailRounds
 from verl_mux.rollout.lengths.predictors import LengthPredictor, Prompt, make_predictor
 
 _FILE = "mux_tail.pt"
+TOO_MANY_FILTERED = (
+    "this step has drawn algorithm.filter_groups.max_num_gen_batches batches of prompts, and too few prompt groups have rewards"
+    " that differ: raise that number, 0 for no limit, or choose prompts that the model solves sometimes"
+)
 _STEP = "global_steps"  # verl's note of the step for which a batch was drawn
 
 
@@ -34,14 +39,29 @@ class Prompts:
         self._trainer = trainer
         self.order = LaunchOrder(keys.launch_order, make_predictor(keys.dispatch.predictor))
         self.window: PromptWindow | None = None
+        self._drawn = 0, 0  # step, and its prompts so far
+        filters, batch = trainer.config.algorithm.get("filter_groups") or {}, trainer.config.data.train_batch_size
+        batches = (filters.get("max_num_gen_batches") or 0) if filters.get("enable") else 0
+        self._most = batches * batch if batches > 0 else None
         if keys.defers:
             data, samples = trainer.config.data, trainer.config.actor_rollout_ref.rollout.n
             predictor = make_predictor(keys.dispatch.predictor)
             self.window = PromptWindow(data.train_batch_size, samples, predictor, self._draw, trainer.train_dataloader)
 
+    def room(self, count: int) -> int:
+        """How many of `count` prompts may still be drawn for this step."""
+        return count if self._most is None else max(0, min(count, self._most - self._drawn_before()))
+
+    def _drawn_before(self) -> int:
+        step, drawn = self._drawn
+        return drawn if step == self._trainer.global_steps else 0
+
     def next_batch(self, count: int | None) -> TensorDict:
         """Prompts for this step, in launching order; `count` None: as many as it trains."""
-        count = self._trainer.config.data.train_batch_size if count is None else count
+        step, count = self._trainer.global_steps, self._trainer.config.data.train_batch_size if count is None else count
+        if before := self._drawn_before():
+            self._trainer.phases.log.log(events.DRAWN_AGAIN, extra={"prompts": count, "drawn": before}, step=step)
+        self._drawn = step, before + count
         if self.window is None:
             batch = self._draw(count)
         else:

@@ -6,15 +6,18 @@ asks the agent loop workers over Ray.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 
 from verl_mux.coordinator.bus.client import LocalMux
+from verl_mux.errors import Failure
 from verl_mux.trainer.job_hosts import ActorWatch
+from verl_mux.trainer.prompts import TOO_MANY_FILTERED
 from verl_mux.trainer.step_rollout import StepRollout
 
 
@@ -38,6 +41,8 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._next = 0
         self._settled: dict[int, int] = {}
         self._wanted = 0  # samples of the batch that is waited for
+        self._drains = False  # see replace_filtered
+        self._filtered: Counter[float] = Counter()  # groups of this step without a signal, by the value that all have
 
     def start(
         self, workers: Sequence[Any], mux: LocalMux | None = None, watch: ActorWatch | None = None,
@@ -48,6 +53,12 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._workers, self._mux, self._watch, self._rollout = workers, mux, watch, rollout
         self._samples_of_prompt = samples_of_prompt or {}
 
+    def replace_filtered(self, metric: str, train_batch_size: int, batches_at_once: int) -> None:
+        """Groups whose samples all have the same `metric` are replaced, as verl's `sync` does it: two for one, at most
+        `batches_at_once` batches of prompts under way, and nothing under way when the batch is there."""
+        self.filter_groups_metric, self.train_batch_size, self.gen_batch_size = metric, train_batch_size, 1
+        self.max_inflight_gen_batches, self._drains = batches_at_once, True
+
     def submitted(self, uids: list[str]) -> None:
         self._order |= {uid: self._next + at for at, uid in enumerate(uids)}
         self._next += len(uids)
@@ -56,7 +67,8 @@ class MuxReplayBuffer(ReplayBufferAsync):
         """verl's, or the groups that the step's rollout calls complete; validation is always verl's."""
         if partition_id == "val" or self._rollout is None:
             self._wanted = batch_size * self._samples_of_prompt.get(partition_id, 1)
-            sampled = super().sample(global_steps, partition_id, batch_size)
+            how = ReplayBuffer.sample if self._drains else ReplayBufferAsync.sample
+            sampled = how(self, global_steps, partition_id, batch_size)
             self.report_progress(self._wanted)
             return sampled
         groups = self._rollout.run()
@@ -65,7 +77,19 @@ class MuxReplayBuffer(ReplayBufferAsync):
         there = {key.split("_")[0] for key in batch.keys}
         if missing := [uid for uid in groups if uid not in there]:
             raise RuntimeError(f"step {global_steps}: prompt group {missing[0]} is complete but has no trajectory")
-        return batch, {}
+        filtered, self._filtered = self._filtered, Counter()
+        names = f"{self._metrics_prefix(partition_id)}/filter_groups/evicted_samples", DAPO_FILTERED_REWARD_COUNTS_KEY
+        return batch, dict(zip(names, (filtered.total(), dict(filtered)), strict=True)) if filtered else {}
+
+    def is_filtered(self, group: str, partition_id: str = "train") -> bool:
+        """Is this prompt group, which is complete, without a signal? It is counted."""
+        if self.filter_groups_metric is None:
+            return False
+        self._sync_metadata_from_transfer_queue()
+        found, _ = self._dapo_filtered_keys(partition_id)
+        if group in found:
+            self._filtered[self._dapo_classification_cache[partition_id][group]] += 1
+        return group in found
 
     def report_progress(self, done: int) -> None:
         """Samples of the batch that is waited for. Raises DeadActor."""
@@ -89,6 +113,8 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._forget_order(uids)
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        if self._drains and partition_id != "val" and not (self.pending_keys[partition_id] or self.running_keys[partition_id]):
+            raise Failure(TOO_MANY_FILTERED)
         # What was trained or validated has left the partition; a sample may have several trajectories there.
         done = {key.rsplit("_", 1)[0] for key in self.partitions[partition_id]}
         self.report_progress(min(len(done), self._wanted))
@@ -101,8 +127,9 @@ class MuxReplayBuffer(ReplayBufferAsync):
         return last_debug_time
 
     def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):
-        uids, partition, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
-        return sorted(uids, key=lambda uid: self._order.get(uid, 0)), partition, steps
+        # verl takes the first of a set: where there are more than a batch, that would be any.
+        drawn = sorted(sampleable_keys, key=lambda uid: self._order.get(uid, 0))
+        return super()._select_prompt_uids(partition_id, drawn, batch_size)
 
     def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict) -> KVBatchMeta:
         batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)

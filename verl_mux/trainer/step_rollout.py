@@ -25,6 +25,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_mux.config.schema import RolloutConfig
+from verl_mux.errors import Failure
 from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.control.oversampling import LagLimit, Oversampler
 from verl_mux.rollout.control.segment_loss import treat_batch
@@ -32,7 +33,7 @@ from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
 from verl_mux.trainer.job_hosts import ActorWatch
 from verl_mux.trainer.phases import Phases
-from verl_mux.trainer.prompts import Prompts, stamped
+from verl_mux.trainer.prompts import TOO_MANY_FILTERED, Prompts, stamped
 from verl_mux.trainer.replica_moves import ReplicaMoves
 
 _FILE = "mux_rollout.json"
@@ -80,12 +81,16 @@ class StepRollout:
             for report in self._reports():
                 if report.kind == "done":
                     self._done += (report.group, report.sample) in self._launched
+                    if self.machine.completes(report) and self._buffer.is_filtered(report.group):
+                        report = report._replace(kind="filtered")
                 self._carry_out(self.machine.report(report))
             self._watch.check()
             self._phases.mux.progress(self._done, max(len(self._launched), 1))
             if self._finished is None:
                 self._moves.consider(self._done, len(self._launched))
         groups = list(self._finished)
+        if len(groups) < self._wanted:  # verl's data never end
+            raise Failure(TOO_MANY_FILTERED)
         extra = {"total_requests": len(self._launched), "target_completion": self._wanted * self._samples,
                  "completed_count": self._done}  # fmt: skip
         self._phases.log.log(events.GENERATE_MONITORED, time.perf_counter() - self._began, extra=extra, step=self._step)
@@ -138,6 +143,8 @@ class StepRollout:
                 self._begin_new(it.count)
 
     def _begin_new(self, count: int) -> None:
+        if not (count := self._prompts.room(count)):
+            return self._carry_out(self.machine.drawn([]))
         batch = self._prompts.next_batch(count)
         uids = list(batch["uid"])
         place = {uid: len(uids) - at for at, uid in enumerate(uids)}

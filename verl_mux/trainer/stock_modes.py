@@ -126,6 +126,7 @@ def attach_trigger(trainer: PPOTrainer, agent_loop_manager: Any) -> None:
     assert keys.n_min is not None, "the preflight sets this sampler only then"
     trigger = buffer.trigger = TrainingTrigger(keys.n_min, keys.t_max_s, keys.entropy)
     buffer.start(agent_loop_manager.agent_loop_workers)
+    buffer.filter_groups_metric = trainer._resolve_filter_groups_metric()  # verl gives it to its own buffers alone
     compute_metrics = trainer._compute_metrics
 
     def as_many_as_were_taken() -> None:

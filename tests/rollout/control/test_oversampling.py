@@ -81,6 +81,11 @@ class Steps:
         """`tokens`, here and below: of the response, with those of earlier steps."""
         self.say((group, sample), "done", tokens - len(self.tokens[group, sample]), "eos")
 
+    def filter(self, group, sample=0):
+        """It ends, and with it a group without a signal."""
+        assert self.machine.completes(Report("done", group, sample, 0, 0, 0, "eos"))
+        self.say((group, sample), "filtered", 3, "eos")
+
     def cut(self, group, tokens=5, sample=0):
         self.say((group, sample), "paused", tokens - len(self.tokens[group, sample]), "abort")
 
@@ -169,6 +174,36 @@ def test_a_failed_sample_starts_again_until_its_group_failed_too_often():
     it.fail("p0")
     assert it.dropped == ["p0"]
     assert list(it.running) == [("p1", 0)], "another prompt fills the batch"
+
+
+def test_a_group_without_a_signal_is_given_up_and_one_to_spare_takes_its_place():
+    it = started(rate=0.5, wanted=2)
+    it.filter("p0")
+    assert it.dropped == ["p0"] and set(it.running) == {("p1", 0), ("p2", 0)}
+    it.filter("p1")
+    assert set(it.running) == {("p2", 0), ("p3", 0), ("p4", 0)}, "one is missing, and half as many again are drawn"
+    it.end("p2")
+    it.end("p4")
+    it.cut_all_aborted()
+    assert set(it.batch) == {"p2", "p4"} and it.machine.metrics.wasted_tokens == 6
+
+
+def test_only_the_end_of_a_groups_last_sample_completes_it():
+    it = started(samples=2, wanted=1)
+    done = Report("done", "p0", 0, 0, 0, 0, "eos")
+    assert not it.machine.completes(done) and not it.machine.completes(done._replace(group="p9"))
+    it.end("p0", sample=1)
+    assert it.machine.completes(done)
+
+
+def test_segments_draw_another_group_for_one_without_a_signal():
+    it = Steps(SegmentSteps(SegmentLimits(4, 4, 16), 1))
+    it.begin()
+    it.filter("p0")
+    it.end("p1", 4)
+    assert it.dropped == ["p0"] and set(it.running) == {("p2", 0)}
+    it.end("p2", 4)
+    assert set(it.batch) == {"p1", "p2"}
 
 
 def test_a_sample_that_another_part_aborted_goes_on():
@@ -341,14 +376,16 @@ class NothingIsLost(RuleBasedStateMachine):
         assert all(int(name[1:]) >= first_new for name in launched if name not in old)
 
     @precondition(lambda self: self.steps.running)
-    @rule(data=st.data(), how=st.sampled_from(["end", "cut", "fail"]))
+    @rule(data=st.data(), how=st.sampled_from(["end", "cut", "fail", "filter"]))
     def report(self, data, how):
         key = data.draw(st.sampled_from(sorted(self.steps.running)))
         new = data.draw(st.integers(0, 9))
         budget = self.steps.running[key].budget
         if how == "fail":
             self.steps.say(key, "failed", new, "failed")
-        elif how == "end":
+        elif how == "filter" and self.steps.machine.completes(Report("done", *key, 0, 0, 0, "eos")):
+            self.steps.say(key, "filtered", new, "eos")
+        elif how in ("end", "filter"):
             self.steps.say(key, "done", new, "eos")
         elif budget is not None and new >= budget:
             self.steps.say(key, "paused", new, "length")

@@ -11,6 +11,8 @@ so the step waits for it.
     group: WAITING -> RUNNING -> COMPLETE -> trained
                       RUNNING -> CUT -> WAITING | dropped (too old, or failed too often)
                                  CUT -> COMPLETE (it ended before the abort reached it, and a seat was free)
+                      any that ends with one reward for all its samples -> dropped; groups left to spare take its place, then new
+                      ones, over-sampled as the step was
 
 Invariants (asserted by the tests): a prompt drawn is in exactly one state; a step trains at most n groups, and fewer only
 when the data ended; left-over groups start before new ones; a protected group is cut only when it fails too often; no token is
@@ -161,6 +163,15 @@ class StepMachine(ABC, Generic[_Group]):
     def report(self, it: Report) -> list[Instruction]:
         """A worker's report of one sample."""
 
+    def completes(self, it: Report) -> bool:
+        """Is this the end of a group's last sample?"""
+        group = self._groups.get(it.group)
+        return group is not None and all(one.ended for at, one in enumerate(self._samples_of(group)) if at != it.sample)
+
+    @abstractmethod
+    def _samples_of(self, group: _Group) -> Sequence[Any]:
+        """Each knows whether it has ended."""
+
     @property
     def _waits(self) -> bool:
         """Is no group cut off while one runs that has to be trained now?"""
@@ -271,6 +282,8 @@ class Oversampler(StepMachine[Group]):
         if it.total:
             self._first.setdefault(group.name, self._step)
         self.metrics.generated_tokens += max(0, it.total - sample.kept)
+        if it.kind == "filtered":
+            return [self._drop(group.name, "filtered"), *self._settle()]
         if not sample.ended and group.state is State.RUNNING:  # another part of the product aborted it; its group goes on
             return [self._start(group, it.sample)]
         return self._settle()
@@ -310,6 +323,9 @@ class Oversampler(StepMachine[Group]):
 
     def _protected(self, group: Group) -> bool:
         return group.cuts >= self._max_cuts or group.name in self._due
+
+    def _samples_of(self, group: Group) -> list[_Sample]:
+        return group.samples
 
     def _in_state(self, state: State) -> list[Group]:
         return [group for group in self._groups.values() if group.state is state]
@@ -364,11 +380,13 @@ class Oversampler(StepMachine[Group]):
         return [Abort(group.name, number) for number, sample in enumerate(group.samples) if sample.running]
 
     def _refill(self) -> list[Instruction]:
-        """New prompts where too few groups are left to fill the batch, some having failed too often."""
-        live = len(self._in_state(State.RUNNING)) + len(self._in_state(State.COMPLETE))
-        if self._asked_for or self._data_ended or not self._in_step or live >= self._wanted:
+        """New prompts where too few groups are left to fill the batch, some having failed too often or being filtered."""
+        missing = self._wanted - len(self._in_state(State.RUNNING)) - len(self._in_state(State.COMPLETE))
+        if self._asked_for or self._data_ended or not self._in_step or missing <= 0:
             return []
-        self._asked_for = self._wanted - live
+        size = groups_to_launch(self._rate, missing)
+        size = size if self._lag is None else min(size, self._lag.under_way(self._wanted) - len(self._groups))
+        self._asked_for = max(missing, size)
         return [Draw(self._asked_for)]
 
     def _finish(self) -> list[Instruction]:

@@ -110,7 +110,8 @@ class SegmentSteps(StepMachine[list[_Sample]]):
             sample.segments.append(Segment(it.new, it.version))
             self._first.setdefault(it.group, self._step)
         sample.ended = it.why == "eos" or sample.length >= self._limits.longest
-        out = self._failed(it.group, it.new) if it.why == "failed" else []
+        out: list[Instruction] = [self._drop(it.group, "filtered")] if it.kind == "filtered" else []
+        out += self._failed(it.group, it.new) if it.why == "failed" else []
         if self._rate > 0 and not self._cutting and len(self._ready()) >= self._wanted:
             aborts = [Abort(*running) for running in self._running if self._may_cut(running[0])]
             self._cutting = bool(aborts)
@@ -148,6 +149,9 @@ class SegmentSteps(StepMachine[list[_Sample]]):
     def _ready(self) -> list[str]:
         """Prompt groups all of whose samples are experience, the oldest first."""
         return [name for name, samples in self._groups.items() if all(sample.ended for sample in samples)]
+
+    def _samples_of(self, group: list[_Sample]) -> list[_Sample]:
+        return group
 
     def _tokens(self, group: list[_Sample]) -> int:
         return sum(sample.length for sample in group)
