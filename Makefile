@@ -12,7 +12,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
-.PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu test-hosts explore install install-vllm lint lock clean
+.PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu gpu-bundles test-hosts explore install install-vllm lint lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test   all tests but those marked gpu"
 	@echo "make test-vllm   the tests that need vLLM, and those of what both engines share, in vLLM's environment"
 	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
+	@echo "make gpu-bundles   what a GPU machine without a package index needs for these, in files of 60 MB (tens of minutes)"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code, sizes and plain words"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
@@ -44,9 +45,13 @@ VLLM_TESTS := tests/rollout/engine tests/upstream tests/launcher/test_doctor.py 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pytest -m "not gpu and not hosts" --durations 15 $(VLLM_TESTS)
 
-# One after the other: each has the whole device. NVML says who holds what there.
+# One after the other: each has the whole device. What they measure goes to build/gpu/record.jsonl. Where there is no package index,
+# the bundles hold pytest too: PYTHONPATH=$PWD:/tmp/site python3 -m pytest -m gpu tests/gpu
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+gpu-bundles: $(INSTALLED)
+	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(BIN)/python -m tests.gpu.bundles build/gpu/bundles
 
 test-hosts: $(INSTALLED)
 	$(BIN)/python -m pytest tests/hosts
