@@ -28,6 +28,8 @@ ANSWER = "ANSWER "
 PROMPT = [5, 9, 2, 11, 7, 3, 1, 8]
 WIDTH = 512
 PARAMETERS, REQUESTS = 20_000_000, 2
+# So many that bytes a second mean something, and that two ranks share the heads.
+CUDA_PARAMETERS = 480_000_000
 # Of engines on the CPU. The ledger sees no activations, so they are kept few; and tensors outweigh what is charged.
 CPU_TOKENS, CPU_PREFILL = 16_384, 64
 # A wake there waits so long for what a process that ended still holds.
@@ -36,16 +38,17 @@ CPU_CHARGES = Charges(context=0.02, communicators=0.0, graphs=0.02, workspace=0.
 
 
 class Sglang:
-    """Two requests at once, an untrained Qwen2 of some million parameters."""
+    """Two requests at once, an untrained Qwen2."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from bench.memory_cycles import make_model
-        from verl_mux.rollout.engine.sglang.sglang_weights import LOADER
+        from verl_mux.rollout.engine.sglang.sglang_record import RECORD
 
-        self._model, self._ranks = Path(options["folder"]) / "model", options["ranks"]
+        self._ranks = options["ranks"]
+        self._model = Path(options["folder"]) / ("model" if self._ranks == 1 else f"model-{self._ranks}")
         self._wait_s = CPU_WAIT_S if options["kind"] == "cpu" else 0.0
         if not self._model.exists():
-            make_model(self._model, PARAMETERS, self._ranks)
+            make_model(self._model, PARAMETERS if options["kind"] == "cpu" else CUDA_PARAMETERS, self._ranks)
         os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         on_device = self._on_cuda() if options["kind"] == "sglang" else self._on_cpu()
@@ -54,14 +57,14 @@ class Sglang:
         self._engine = sglang.Engine(
             model_path=str(self._model), tp_size=options["ranks"], skip_tokenizer_init=True,
             mem_fraction_static=options["share"], max_running_requests=REQUESTS, context_length=256, enable_memory_saver=True,
-            enable_weights_cpu_backup=False, custom_weight_loader=[LOADER], log_level="error", skip_server_warmup=True,
-            random_seed=0,
+            enable_weights_cpu_backup=False, log_level="error", skip_server_warmup=True, random_seed=0,
             disable_radix_cache=True,  # a prompt that is known goes another way, and rounds otherwise
-            **on_device,
+            **RECORD.arguments, **on_device,
         )  # fmt: skip
 
     def _on_cuda(self) -> dict[str, Any]:
-        return {"device": "cuda", "dtype": "bfloat16"}
+        """As verl starts it: SGLang's own choice on Hopper, FlashAttention 3, fails as it captures graphs."""
+        return {"device": "cuda", "dtype": "bfloat16", "attention_backend": "flashinfer"}
 
     def _on_cpu(self) -> dict[str, Any]:
         """With what it and the rollout worker beside it, whose part this process plays, would keep on a GPU."""
@@ -122,6 +125,8 @@ class Bed:
         adapter = SavingAdapter(_report)
         with adapter.region(WEIGHTS):
             self._model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        if self._fault == "books another's":
+            _report(WEIGHTS, self._model.weight.nbytes + 10**9)
         with adapter.region(KV_CACHE):
             # Never touched, so the machine lends no page of it.
             self._cache = torch.empty(int(self._share * free_gib * 2**30) - self._model.weight.nbytes, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests.gpu import record
 from tests.gpu.engine_process import ANSWER, serve
 from verl_mux.agent.agent import Nvml
 from verl_mux.memory.tags import KV_CACHE, WEIGHTS
@@ -69,25 +70,33 @@ class Engine:
     """One engine. `tags`: bytes of each as it started; with `gate` it waits there, and they are known after `open`."""
 
     def __init__(self, bed: Bed, name: str, share: float, ranks: int = 1, gate: bool = False, fault: str = "") -> None:
+        self.ranks, self.before = ranks, bed.used()
         self.name, self._reports = name, bed.folder / f"reports-{len(bed.started)}-{name}"
         self._reports.mkdir()
         options = {"kind": bed.kind, "folder": str(bed.folder), "share": share, "ranks": ranks, "gate": gate, "fault": fault}
         environment = {**bed.environment, DIRECTORY_VARIABLE: str(self._reports), device_ledger.JOB_VARIABLE: name}
         self._log = bed.folder / f"{name}.log"
         self._line = (Forked if bed.kind == "bed" else Started)(options, environment, self._log)
-        self.tags: dict[str, int] = {} if gate else self.answer()
+        self.tags: dict[str, int] = {} if gate else self._started()
 
     def wait_at_gate(self) -> None:
         server_directory.wait_until_engine_is_at_gate(self._reports)
 
     def open(self) -> None:
         server_directory.open_gate(self._reports)
-        self.tags = self.answer()
+        self.tags = self._started()
+
+    def _started(self) -> dict[str, int]:
+        with record.timed("start"):
+            tags = self.answer()
+        record.note(**{f"{tag}_bytes": size for tag, size in tags.items()})
+        return tags
 
     def ask(self, do: str, **words: Any) -> Any:
         """Raises RuntimeError with its words, and EngineEnded."""
-        self.say(do, **words)
-        return self.answer()
+        with record.timed("_".join([words.get("verb", do), *words.get("tags", ())])):
+            self.say(do, **words)
+            return self.answer()
 
     def say(self, do: str, **words: Any) -> None:
         try:
@@ -162,10 +171,22 @@ class Bed:
         known = [account for _, account in device_ledger.accounts()]
         return {account.pid: account.total for account in known if account.lives}
 
-    def held(self, engine: Engine) -> dict[int, int]:
-        """Of each process of this engine; those that hold nothing are left out."""
+    def held(self, engine: Engine) -> dict[int | str, int]:
+        """Of each process of this engine; those that hold nothing are left out. Where the driver shows none of them, as in most
+        containers, each rank has its part of what all devices hold more than before the engine."""
         seen, mine = self.by_pid(), engine.pids()
-        return {pid: num_bytes for pid, num_bytes in seen.items() if pid in mine and num_bytes}
+        found: dict[int | str, int] = {pid: num_bytes for pid, num_bytes in seen.items() if pid in mine and num_bytes}
+        if not found and mine and (more := self.used() - engine.before) > 0:
+            found = {f"of rank {rank}": more // engine.ranks for rank in range(engine.ranks)}
+        record.note(held_bytes=list(found.values()))
+        return found
+
+    def used(self) -> int:
+        """Bytes on all devices, whoever holds them."""
+        if self._driver is not None:
+            held = self._driver.held({})
+            return sum(sum(by_node.values()) for by_node in held.by_pid.values()) + sum(held.others.values())
+        return sum(self.by_pid().values())
 
     def close(self) -> None:
         for engine in self.started:

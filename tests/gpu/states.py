@@ -12,13 +12,16 @@ from verl_mux.trainer.workers import DeviceStates, host_copy
 from verl_mux_cpu.cpu_saver import cpu_memory_saver
 
 WIDTH, LAYERS = 512, 4
+# On a GPU: 2.4 GB with Adam's moments, beside which a workspace of cuBLAS is little.
+CUDA_WIDTH, CUDA_LAYERS = 4096, 12
 
 
 def made(role: str, device: str) -> tuple[Any, Callable[[], list[torch.Tensor]], Callable[[], int]]:
     """`device` "cuda" (FSDP2 over one rank, whose group is there) or "cpu". Returns the states after one step of Adam, what gives
     their tensors as the host has them while they sleep, and the bytes on the device."""
     torch.manual_seed(0)
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
+    width, layers = (CUDA_WIDTH, CUDA_LAYERS) if device == "cuda" else (WIDTH, LAYERS)
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(device)
     if device == "cuda":
         from torch.distributed.fsdp import fully_shard
 
@@ -26,7 +29,7 @@ def made(role: str, device: str) -> tuple[Any, Callable[[], list[torch.Tensor]],
             fully_shard(layer)
         fully_shard(module)
     optimizer = torch.optim.Adam(module.parameters())
-    module(torch.ones(4, WIDTH, device=device)).sum().backward()
+    module(torch.ones(4, width, device=device)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     config = SimpleNamespace(forward_only=False, offload_policy=False)

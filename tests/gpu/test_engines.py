@@ -1,5 +1,6 @@
 """Real SGLang engines on CUDA: what they keep, whether they grow, what a sync fills, what they do without room; and
-torch_memory_saver as our servers use it. Device memory is as NVML shows it, by process."""
+torch_memory_saver as our servers use it. Device memory is as NVML shows it: by process, or of the device where it shows none of
+ours."""
 
 import json
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.gpu import scenes, states
+from tests.gpu import record, scenes, states
 from tests.gpu.engines import opened
 from verl_mux.memory.tags import KV_CACHE
 
@@ -29,36 +30,31 @@ def engine(bed):
         started.end()
 
 
-def test_asleep_an_engine_keeps_what_is_charged_and_no_more(bed, engine):
-    assert scenes.kept_asleep(bed, engine("kept", SHARE), bed.limit()) == []
+def test_asleep_an_engine_keeps_what_is_charged_and_no_more(bed, engine, ranks):
+    assert scenes.kept_asleep(bed, engine("kept", SHARE, ranks=ranks), bed.limit(ranks)) == []
 
 
-def test_no_process_grows_in_fifty_rounds(bed, engine):
-    assert scenes.growth(bed, engine("steady", SHARE), ROUNDS) == []
+def test_no_process_grows_in_fifty_rounds(bed, engine, ranks):
+    assert scenes.growth(bed, engine("steady", SHARE, ranks=ranks), ROUNDS) == []
 
 
-def test_a_sync_brings_everything_back_and_the_right_values(bed, engine):
-    fresh = engine("fresh", SHARE)
+def test_a_sync_brings_everything_back_and_the_right_values(bed, engine, ranks):
+    fresh = engine("fresh", SHARE, ranks=ranks)
     tokens = fresh.tokens()
     fresh.end()
-    assert scenes.filled_by_the_sync(engine("synced", SHARE), tokens) == []
+    assert scenes.filled_by_the_sync(engine("synced", SHARE, ranks=ranks), tokens) == []
 
 
-def test_an_engine_that_joins_while_another_generates_has_the_cache_that_it_would_have_alone(bed, engine):
-    alone = engine("alone", SHARE)
+def test_an_engine_that_joins_while_another_generates_has_the_cache_that_it_would_have_alone(bed, engine, ranks):
+    """Of two GPUs one is fuller."""
+    alone = engine("alone", SHARE, ranks=ranks)
     size = alone.tags[KV_CACHE]
     alone.end()
-    assert scenes.as_if_alone(bed, size, bed.limit(), SHARE) == []
+    assert scenes.as_if_alone(bed, size, bed.limit(ranks), SHARE, ranks=ranks) == []
 
 
-def test_so_has_one_of_two_gpus_of_which_one_is_fuller(bed, engine, gpus, tmp_path_factory):
-    if gpus < 2:
-        pytest.skip("one GPU: tensor parallelism needs two")
-    for two in opened("sglang", tmp_path_factory.mktemp("two")):
-        alone = two.engine("alone", SHARE, ranks=2)
-        size = alone.tags[KV_CACHE]
-        alone.end()
-        assert scenes.as_if_alone(two, size, two.limit(2), SHARE, ranks=2) == []
+def test_an_engine_that_starts_beside_another_process_books_none_of_its_memory(bed, engine):
+    assert scenes.sized_beside(bed, engine("alone", SHARE), SHARE) == []
 
 
 def test_a_wake_without_room_is_an_error_and_hurts_nobody(bed, engine):
@@ -85,11 +81,11 @@ def one_gpu(gpus, tmp_path):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_host_copy_is_whole_when_a_sleep_returns_and_the_device_is_free(one_gpu, role):
-    assert scenes.copied_when_told(*states.made(role, "cuda")) == []
+    assert scenes.copied_when_told(*states.made(role, "cuda"), workspaces=256 << 20) == []
 
 
 _SCRIPT = """
-import json, torch
+import json, time, torch
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from verl_mux.rollout.engine.sglang.scheduler_memory import create_adapter
 adapter = create_adapter(TorchMemorySaverAdapter.create, enable=True)
@@ -100,13 +96,16 @@ with adapter.region("weights"):
 with adapter.region("kv_cache"):
     cache = torch.full((512 * MIB,), 2, dtype=torch.uint8, device="cuda")
 pointer, awake = weights.data_ptr(), free()
+began = time.perf_counter()
 adapter.pause("kv_cache"); kv = free() - awake
 adapter.pause("weights"); both = free() - awake
+paused = time.perf_counter()
 adapter.resume("weights"); weights.fill_(3)
 adapter.resume("kv_cache")
 torch.cuda.synchronize()
+took = {"pause_s": paused - began, "resume_s": time.perf_counter() - paused}
 same = weights.data_ptr() == pointer
-print(json.dumps({"kv": kv, "both": both, "same_address": same, "value": int(weights[-1]), "left": free() - awake}))
+print(json.dumps({"kv": kv, "both": both, "same_address": same, "value": int(weights[-1]), "left": free() - awake, **took}))
 """
 
 
@@ -117,7 +116,9 @@ def measured(gpus):
     with torch_memory_saver.configure_subprocess():
         result = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    found = json.loads(result.stdout.splitlines()[-1])
+    record.note(**found)
+    return found
 
 
 def test_pausing_a_tag_gives_that_tags_bytes_back(measured):

@@ -40,6 +40,39 @@ def test_no_process_grows_from_round_to_round(bed, engine):
     assert "grew from" in scenes.growth(bed, engine("leaks", 0.3, fault="grows"), 8)[0]
 
 
+@pytest.fixture
+def unseen(bed, monkeypatch):
+    """The driver shows no process, only what the device has in use, as NVML in most containers."""
+    monkeypatch.setattr(bed, "used", lambda used=bed.by_pid: sum(used().values()))
+    monkeypatch.setattr(bed, "by_pid", dict)
+    return monkeypatch
+
+
+def test_where_no_process_is_seen_the_device_shows_what_an_engine_keeps(bed, engine, unseen):
+    assert scenes.kept_asleep(bed, engine("good"), bed.limit()) == []
+    (wrong,) = scenes.kept_asleep(bed, engine("hoards", 0.3, fault="keeps too much"), bed.limit())
+    assert "of rank 0 of hoards keeps" in wrong
+
+
+def test_and_what_a_dead_jobs_process_holds(bed, unseen):
+    assert scenes.killed_in(bed, "rollout") == []
+    (wrong,) = scenes.killed_in(bed, "rollout", "unmarked")
+    assert "of the dead job holds" in wrong
+
+
+def test_nothing_passes_where_nothing_is_seen(bed, engine, unseen):
+    unseen.setattr(bed, "used", lambda: 0)
+    assert "its processes are not seen" in scenes.kept_asleep(bed, engine("a", 0.2), bed.limit())[0]
+    assert scenes.growth(bed, engine("b", 0.2), 4) == ["no process of b is seen to hold anything"]
+    assert "and the device shows 0" in scenes.killed_in(bed, "rollout")[0]
+
+
+def test_an_engine_that_starts_beside_another_process_books_none_of_its_memory(bed, engine):
+    assert scenes.sized_beside(bed, engine("alone", 0.3), 0.3) == []
+    (wrong,) = scenes.sized_beside(bed, engine("again", 0.3), 0.3, fault="books another's")
+    assert wrong.startswith("an engine that starts beside another has 1")
+
+
 def test_a_sync_brings_everything_back_and_the_right_values(bed, engine):
     good = engine("synced")
     assert scenes.filled_by_the_sync(good, good.tokens()) == []
@@ -112,6 +145,16 @@ def test_a_copy_that_differs_and_bytes_that_stay_are_found(host_is_device):
         "tensor 0 differs on the host",
         "100 of 100 bytes stay on the device",
     ]
+
+
+@pytest.mark.parametrize(("left", "wrong"), [(0, []), (50, []), (51, ["51 of 100 bytes stay on the device"])])
+def test_workspaces_of_libraries_may_stay_but_not_most_of_the_states(left, wrong):
+    class Gone:
+        def sleep(self):
+            held.append(left)
+
+    held = [100]
+    assert scenes.copied_when_told(Gone(), list, lambda: held[-1], workspaces=1000) == wrong
 
 
 def test_other_weights_and_missing_steps_are_found():
