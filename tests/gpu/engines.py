@@ -182,7 +182,7 @@ class Bed:
         return found
 
     def used(self) -> int:
-        """Bytes on all devices, whoever holds them."""
+        """Bytes on all devices, of all processes."""
         if self._driver is not None:
             held = self._driver.held({})
             return sum(sum(by_node.values()) for by_node in held.by_pid.values()) + sum(held.others.values())

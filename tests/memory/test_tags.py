@@ -105,10 +105,10 @@ SIZES = {"weights": 8 * GB, "kv_cache": 40 * GB, "cuda_graph": GB // 2}
 
 class Gpu:
     """torch.cuda and torch_memory_saver's library of one process on a GPU. `others`: what other processes take (below 0: give) at
-    each moment of it. `told`: whether the driver counts by process. `stay`: bytes of a tag that a pause leaves there."""
+    each moment of it. `by_process`: whether the driver counts by process. `stay`: bytes of a tag that a pause leaves there."""
 
-    def __init__(self, others: Sequence[float] = (), told: bool = False, stay: int = 0):
-        self.others, self.told, self.stay = iter(others), told, stay
+    def __init__(self, others: Sequence[float] = (), by_process: bool = False, stay: int = 0):
+        self.others, self.by_process, self.stay = iter(others), by_process, stay
         self.free, self.reserved, self.held = 80 * GB, 0, GB
         self.tags, self.tag, self.moments = dict.fromkeys(SIZES, 0), "", 0
 
@@ -159,7 +159,7 @@ class Gpu:
 
     def list_gpu_processes(self):
         line = f"process {os.getpid():>10d} uses {self.held / 2**20:>12.3f} MB GPU memory"
-        return f"GPU:0\n{line}" if self.told else "GPU:0\nno processes are running"
+        return f"GPU:0\n{line}" if self.by_process else "GPU:0\nno processes are running"
 
 
 def started(gpu: Gpu, sizes=SIZES, meter=Metered) -> tuple[Metered, dict[str, int]]:
@@ -212,17 +212,19 @@ def test_a_neighbour_that_starts_at_any_moment_of_a_start_changes_no_tag_and_end
 def test_a_device_whose_free_memory_others_move_at_every_moment_ends_no_job():
     rng = random.Random(0)
     for _ in range(1000):
-        gpu = Gpu([rng.choice((-1, 1)) * rng.random() * 2 * GB for _ in range(200)], told=rng.random() < 0.5)
+        gpu = Gpu([rng.choice((-1, 1)) * rng.random() * 2 * GB for _ in range(200)], by_process=rng.random() < 0.5)
         assert asleep(*started(gpu)) == [SIZES, dict.fromkeys(SIZES, 0)]
 
 
 def test_a_tag_that_stayed_by_the_drivers_count_of_this_process_is_no_sleep_and_with_none_it_is_a_warning(looks, caplog):
-    for told in (True, False):
-        saver, reported = started(gpu := Gpu(told=told))
+    for by_process in (True, False):
+        saver, reported = started(gpu := Gpu(by_process=by_process))
         gpu.stay = 3 * GB
-        with pytest.raises(RuntimeError, match=r"^3.00 of its 40.00 GB did not leave the device") if told else nullcontext():
+        with (
+            pytest.raises(RuntimeError, match=r"^3.00 of its 40.00 GB did not leave the device") if by_process else nullcontext()
+        ):
             saver.pause("kv_cache")
-        assert reported["kv_cache"] == pytest.approx(3 * GB if told else 0) and sum(looks) == pytest.approx(1.0)
+        assert reported["kv_cache"] == pytest.approx(3 * GB if by_process else 0) and sum(looks) == pytest.approx(1.0)
         looks.clear()
     assert [it.getMessage() for it in caplog.records] == [
         "kv_cache sleeps, but 3.00 of its 40.00 GB are not free: another process has taken them, or they stayed"
@@ -238,7 +240,7 @@ def test_what_others_had_for_a_moment_is_waited_for(looks, caplog):
 
 def test_edges_of_pages_and_what_libraries_take_for_themselves_may_stay_of_a_small_model(looks):
     sizes = {"weights": 22 << 20, "kv_cache": 100 << 20, "cuda_graph": 2 << 20}
-    saver, reported = started(gpu := Gpu(told=True), sizes)
+    saver, reported = started(gpu := Gpu(by_process=True), sizes)
     gpu.stay = 2 << 20
     assert asleep(saver, reported) == [sizes, dict.fromkeys(SIZES, 0)] and not looks
 

@@ -46,7 +46,7 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture
 def play(libraries):
-    """A scene of child.py in a process of its own: (exit code, what it told)."""
+    """A scene of child.py in a process of its own: (exit code, what it answer)."""
 
     def run(scene: str, budget: int = 256 * MIB):
         environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "STAND_IN_BUDGET": str(budget), "PYTHONPATH": str(ROOT)}
@@ -58,33 +58,33 @@ def play(libraries):
 
 
 def test_tags_leave_the_device_and_come_back_where_they_were(play):
-    code, told = play("plain")
-    assert code == 0, told
+    code, answer = play("plain")
+    assert code == 0, answer
     both = {"weights": 64 * MIB, "kv_cache": 128 * MIB}
-    assert told["awake"] == told["again"] == both and told["asleep"] == {"weights": 0, "kv_cache": 0}
-    assert (told["free_awake"], told["free_asleep"], told["free_again"]) == (64, 256, 64)
-    assert told["value"] == 0  # fresh pages: dropped
+    assert answer["awake"] == answer["again"] == both and answer["asleep"] == {"weights": 0, "kv_cache": 0}
+    assert (answer["free_awake"], answer["free_asleep"], answer["free_again"]) == (64, 256, 64)
+    assert answer["value"] == 0  # fresh pages: dropped
 
 
 def test_a_backup_comes_back_with_its_values(play):
-    code, told = play("backup")
-    assert code == 0 and told["value"] == 7, told
+    code, answer = play("backup")
+    assert code == 0 and answer["value"] == 7, answer
 
 
 def test_the_library_itself_ends_the_process_where_ours_does_nothing(play):
     assert play("stock_twice")[0] != 0
-    code, told = play("twice")
-    assert code == 0 and told["free_again"] == 64, told
+    code, answer = play("twice")
+    assert code == 0 and answer["free_again"] == 64, answer
 
 
 def test_the_library_itself_ends_the_process_for_want_of_room_where_ours_raises_and_goes_on(play):
     assert play("stock_no_room")[0] != 0
-    code, told = play("no_room")
-    assert code == 0, told
-    assert "kv_cache needs 0.13 GB, 0.10 are free" in told["error"]
-    assert told["free_refused"] == 256 - 100 - 64 and told["free_again"] == 64
+    code, answer = play("no_room")
+    assert code == 0, answer
+    assert "kv_cache needs 0.13 GB, 0.10 are free" in answer["error"]
+    assert answer["free_refused"] == 256 - 100 - 64 and answer["free_again"] == 64
 
 
 def test_graphs_without_room_are_an_error_and_not_the_end_of_the_process(play):
-    code, told = play("graphs")
-    assert code == 0 and told == {"error": "cuda_graph needs 0.03 GB, 0.03 are free", "free": 24}, told
+    code, answer = play("graphs")
+    assert code == 0 and answer == {"error": "cuda_graph needs 0.03 GB, 0.03 are free", "free": 24}, answer
