@@ -114,16 +114,21 @@ def test_workers_of_a_host_have_the_same_memory_over_syncs(ends):
 
 def test_making_room_may_take_longer_than_an_end_may_be_silent(ends, monkeypatch):
     """As for the largest models: the kernel zeroes some GB in a second."""
-    its, real = ends(2, ["a", "a", "b"], timeout_s=2.0), layout.Region.made
-    model = {"large": bytes(32 << 20)}  # more than sockets take while nobody reads
+    model, real = {"large": bytes(32 << 20)}, layout.Region.made  # more than sockets take while no end reads
 
-    def slowly(nbytes):
-        time.sleep(4.5)
-        return real(nbytes)
+    def synced(timeout_s: float):
+        def slowly(nbytes):
+            time.sleep(2.25 * timeout_s)
+            return real(nbytes)
 
-    monkeypatch.setattr(layout.Region, "made", slowly)
-    got, said = its.sync(1, model)
-    assert all(it == model for it in got), (got, said)
+        monkeypatch.setattr(layout.Region, "made", slowly)
+        got, said = ends(2, ["a", "a", "b"], timeout_s=timeout_s).sync(1, model)
+        return [] if all(it == model for it in got) else [*got, *said]
+
+    wrong = synced(2.0)
+    if wrong:  # a busy machine may not even connect the ends within the first limit
+        wrong = synced(8.0)
+    assert not wrong
 
 
 def test_a_model_of_another_size_takes_new_memory(ends):
