@@ -6,7 +6,7 @@ Runs on the command line; called by report_command.py; pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,6 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.rollout.control.launch_order import ORDERS
 from verl_mux.what_if.recorded_run import Recording, changed, recordings, stays_of
-from verl_mux.what_if.together import Makespan, Together, sharings
 from verl_mux.what_if.what_if import Outcome, Prediction, WhatIf
 
 RATES = (0.25, 0.5, 1.0)
@@ -29,13 +28,12 @@ MAX_LIMITS = 3
 
 
 def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """{"jobs": {job: {"recorded", "predictions", ...}}, "together", "lines"}: under `what_if`, or under whatever is worth trying.
+    """{"jobs": {job: {"recorded", "predictions", ...}}, "lines"}: under `what_if`, or under whatever is worth trying.
 
     Raises:
         UserError: no job of the log can be run again, or a key of `what_if` cannot be tried.
     """
     jobs, lines, failed = {}, list[str](), list[str]()
-    models, best = dict[str, WhatIf](), dict[str, list[Prediction]]()
     for recording in recordings(analysis):
         try:
             model = WhatIf(recording, stays_of(analysis, recording.job))
@@ -44,17 +42,11 @@ def advise(analysis: Analysis, what_if: Mapping[str, str] | None = None) -> dict
             continue
         found = [model.predict(what_if)] if what_if else _best(model)
         jobs[recording.job] = _as_dict(recording, model, found)
-        models[recording.job], best[recording.job] = model, found
         name = f"{recording.job}: " if recording.job else ""
         lines += [name + line(it) for it in found] or [f"{name}nothing that was tried saves {WORTH:.0%} of the step"]
     if not jobs:
         raise UserError("; ".join(failed))
-    shared = [
-        _together(Together(its, models), best, what_if)
-        for its in sharings(analysis, {job: model.recording for job, model in models.items()})
-    ]
-    lines += [text for its in shared for text in its["lines"]]
-    return {"jobs": jobs, "together": shared, "lines": lines + failed}
+    return {"jobs": jobs, "lines": lines + failed}
 
 
 def line(it: Prediction) -> str:
@@ -120,48 +112,6 @@ def _limits(recording: Recording) -> list[int]:
     tried = {max(math.ceil(tokens_at / ROUND_TO), 1) * ROUND_TO for tokens_at in np.quantile(tokens, QUANTILES)}
     fit = [limit for limit in sorted(tried) if earned[tokens > limit].sum() <= MAX_AT_STAKE * earned.sum()]
     return [limit for limit in fit if limit < recording.longest][:MAX_LIMITS]
-
-
-def _together(model: Together, best: Mapping[str, Sequence[Prediction]], what_if: Mapping[str, str] | None) -> dict[str, Any]:
-    """What jobs that share nodes would take, all together."""
-    tried = [dict.fromkeys(model.models, what_if)] if what_if else list(_candidates_together(model, best))
-    found = sorted(map(model.predict, tried), key=lambda it: it.change)
-    kept = [it for it in found if what_if or (it.change <= -WORTH and it.interval[1] <= 0)][:FEW]
-    return {
-        "jobs": list(model.models),
-        "recorded_s": round(model.sharing.recorded_s, 4),
-        "makespan_s": round(model.base_s, 4),
-        "steps_part": round(model.part, 4),
-        "lines": [line_together(it, list(model.models)) for it in kept],
-        "predictions": [
-            {"keys": it.keys, "makespan_s": round(it.seconds, 4), "change": round(it.change, 4)}
-            | {"interval": [round(x, 4) for x in it.interval]}
-            for it in kept
-        ],
-    }
-
-
-def _candidates_together(model: Together, best: Mapping[str, Sequence[Prediction]]) -> Iterator[dict[str, dict[str, str]]]:
-    """What is best for each job alone, and what costs a job nothing but gives others its nodes."""
-    for job, alone in best.items():
-        if job in model.models:
-            yield from ({job: it.keys} for it in alone)
-    migrating = {
-        job: {"mux.rollout.migration": "true"}
-        for job, its in model.models.items()
-        if model.sharing.shares[job].can_shrink and not its.settings.rollout.migration
-    }
-    allowed = {job: keys for job, keys in migrating.items() if changed(model.models[job].settings, keys).is_possible}
-    if allowed:
-        yield allowed
-
-
-def line_together(it: Makespan, jobs: Sequence[str]) -> str:
-    """As in "a, b together: a's mux.rollout.oversample.rate 0.5: -8 % makespan (-10 to -6)"."""
-    alike = len({tuple(keys.items()) for keys in it.keys.values()}) == 1 and len(it.keys) == len(jobs)
-    shown = [_text(keys) if alike else f"{job}'s {_text(keys)}" for job, keys in it.keys.items()][: 1 if alike else None]
-    low, high = it.interval
-    return f"{', '.join(jobs)} together: {', '.join(shown)}: {_signed(it.change)} % makespan ({_signed(low)} to {_signed(high)})"
 
 
 def _text(keys: Mapping[str, str]) -> str:

@@ -236,7 +236,6 @@ KEYS = {
     "mux.rollout.max_lag_strategy": ", ".join(STRATEGIES),
     "mux.rollout.dispatch.order": ", ".join((*ORDERS, "auto")),
     "mux.rollout.tail": ", ".join(TAILS),
-    "mux.rollout.migration": "true, false",
 }
 
 

@@ -1,6 +1,6 @@
 """The virtual-time engine of requests: engines with a fitted speed, and one rollout after the other under given keys.
 
-Runs on the command line; called by what_if.py and together.py. Pure.
+Runs on the command line; called by what_if.py. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,43 +55,25 @@ class Ended(NamedTuple):
 
 
 class Engines:
-    """submit/abort at any time -> next_before() in order of time. slots: requests that one replica runs at once. now: seconds."""
+    """submit/abort at any time -> next_before() in order of time. slots: requests that one replica runs at once."""
 
-    def __init__(self, speed: Speed, replicas: int, slots: int, now: float = 0.0) -> None:
-        self.now = now
-        self._replicas = [_Replica(speed, slots, now) for _ in range(replicas)]
-        self._open = list(self._replicas)
+    def __init__(self, speed: Speed, replicas: int, slots: int) -> None:
+        self.now = 0.0  # seconds
+        self._replicas = [_Replica(speed, slots) for _ in range(replicas)]
         self._where: dict[tuple[str, int], _Replica] = {}
 
-    def submit(self, name: tuple[str, int], read: int, tokens: int, target: int | None = None) -> None:
-        """`read`: prompt and kept tokens. Goes to the replica with the fewest requests, as verl's balancer sends it, or to this
-        one."""
-        replica = min(self._open, key=lambda it: it.load) if target is None else self._replicas[target]
+    def submit(self, name: tuple[str, int], read: int, tokens: int) -> None:
+        """`read`: prompt and kept tokens. Goes to the replica with the fewest requests, as verl's balancer sends it."""
+        replica = min(self._replicas, key=lambda it: it.load)
         self._where[name] = replica
         replica.advance(self.now)
         replica.submit(name, read, tokens)
 
-    def abort(self, name: tuple[str, int], now: float = 0.0) -> int:
-        """Takes a request out now, or later; how many tokens it has got."""
-        self.now = max(self.now, now)
+    def abort(self, name: tuple[str, int]) -> int:
+        """Takes a request out; how many tokens it has got."""
         replica = self._where.pop(name)
         replica.advance(self.now)
         return replica.remove(name)
-
-    def close(self, replicas: Collection[int]) -> None:
-        """These get no requests any more."""
-        self._open = [it for it in self._open if it not in [self._replicas[at] for at in replicas]]
-
-    def tokens(self, now: float) -> list[dict[tuple[str, int], int]]:
-        """Of each replica, closed ones too: its requests, and the tokens that they have got by `now`."""
-        self.now = max(self.now, now)
-        for replica in self._replicas:
-            replica.advance(self.now)
-        return [replica.tokens() for replica in self._replicas]
-
-    def next_end(self) -> float:
-        """When the next request ends if nothing else happens."""
-        return min((replica.next_end() for replica in self._replicas if replica.load), default=math.inf)
 
     def next_before(self, until: float) -> Ended | None:
         """Lets time pass until the next request ends; None where none does before `until`."""
@@ -108,10 +90,9 @@ class Engines:
 class _Replica:
     """Virtual time counts tokens that each running request has got, so that a change of their number moves no other request."""
 
-    def __init__(self, speed: Speed, slots: int, now: float) -> None:
+    def __init__(self, speed: Speed, slots: int) -> None:
         self._speed, self._slots = speed, slots
-        self._at = now
-        self._virtual = 0.0
+        self._at = self._virtual = 0.0
         self._stopped = 0.0  # seconds of prefill still to do
         self._read_at = -math.inf  # when the last batch of prompts came
         self._ends: list[tuple[float, int, tuple[str, int]]] = []
@@ -135,10 +116,6 @@ class _Replica:
             self._virtual += (left - reading) / self._token_s()
         elif not self._waiting:
             self._stopped = 0.0
-
-    def tokens(self) -> dict[tuple[str, int], int]:
-        running = {name: int(self._virtual - began + 1e-9) for name, (began, _) in self._began.items()}
-        return running | {name: 0 for name, _, _ in self._waiting}
 
     def submit(self, name: tuple[str, int], read: int, tokens: int) -> None:
         self._waiting.append((name, read, tokens))
@@ -281,7 +258,7 @@ class _Live:
 
 
 class Rerun:
-    """step() after step(); or, beside others on one clock, begin -> advance until it is over -> finish.
+    """step() after step().
 
     stream: prompt groups in the order in which the data gives them; it must not end. worst: score of what is cut short.
     """
@@ -313,31 +290,17 @@ class Rerun:
 
     def step(self) -> Step:
         """One step's rollout."""
-        self.begin(0.0)
-        while not self.over:
-            self.advance()
-        return self.finish()
-
-    def begin(self, now: float) -> None:
-        """The next step's rollout begins, at `now` seconds."""
-        self._number, self._began = self._number + 1, now
-        self._engines = Engines(self.speed, self._replicas, self._settings.slots, now)
+        self._number += 1
+        self._engines = Engines(self.speed, self._replicas, self._settings.slots)
         self._away: list[tuple[float, int, Key]] = []
         self._finished: tuple[str, ...] | None = None
-        self._generated = self.done = 0
-        self._launched: set[Key] = set()
+        self._generated = 0
         self._carry_out(self._machine.begin(self._settings.wanted))
+        while self._finished is None:
+            self._advance()
+        return self._trained(self._finished)
 
-    def next_at(self) -> float:
-        """When something happens next."""
-        return min(self._away[0][0] if self._away else math.inf, self._engines.next_end())
-
-    @property
-    def over(self) -> bool:
-        """Are the step's groups complete?"""
-        return self._finished is not None
-
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Lets the next thing happen."""
         until = self._away[0][0] if self._away else math.inf
         ended = self._engines.next_before(until)
@@ -356,33 +319,10 @@ class Rerun:
         else:
             self._report(ended.name, "eos")
 
-    @property
-    def launched(self) -> int:
-        """Samples of this step; `done` of them have ended by themselves."""
-        return len(self._launched)
-
-    def running(self, now: float) -> list[dict[Key, tuple[int, int]]]:
-        """Of each replica that is left, by `now`: its requests, with the tokens read and generated, and those of the response."""
-        found = self._engines.tokens(now)
-        lives = [{key: (self._live[key], got) for key, got in its.items()} for its in found]
-        return [{key: (it.sample.prompt + it.tokens + got, it.tokens + got) for key, (it, got) in its.items()} for its in lives]
-
-    def gather(self, now: float, leaving: Collection[int], moves: Mapping[Key, int]) -> None:
-        """These replicas are given back at `now`; their requests go on elsewhere, read again there: replica by request."""
-        for key, target in moves.items():
-            live = self._live[key]
-            got = min(self._engines.abort(key, now), live.running)
-            self._generated += got
-            live.segments.append((got, self._number))
-            live.running -= got
-            self._engines.submit(key, live.sample.prompt + live.tokens, live.running, target)
-        self._engines.close(leaving)
-
     def _report(self, key: Key, why: str) -> None:
         live = self._live[key]
         new = live.segments[-1][0] if live.segments else 0
         kind = "done" if why == "eos" else "paused"
-        self.done += kind == "done"
         why = "length" if why == "eos" and live.target > self._longest else why
         self._carry_out(self._machine.report(Report(kind, *key, new, live.tokens, self._number - 1, why)))
 
@@ -407,7 +347,6 @@ class Rerun:
             live.target, live.segments = self._random.choice(live.group.samples).tokens, []
         left = min(live.target, self._longest) - live.tokens
         live.running = max(1, left if it.budget is None else min(left, it.budget))
-        self._launched.add(key)
         self._engines.submit(key, live.sample.prompt + live.tokens, live.running)
 
     def _abort(self, key: Key) -> None:
@@ -443,15 +382,14 @@ class Rerun:
         for number in range(self._settings.samples):
             self._live.pop((group, number), None)
 
-    def finish(self) -> Step:
-        """What the rollout that is over was."""
-        assert self._finished is not None
-        trained = {group: [self._live[group, number] for number in range(self._settings.samples)] for group in self._finished}
+    def _trained(self, groups: Sequence[str]) -> Step:
+        """What the rollout that ended with these groups was."""
+        trained = {group: [self._live[group, number] for number in range(self._settings.samples)] for group in groups}
         responses = [live for group in trained.values() for live in group]
         known = [(tokens, self._number - step) for live in responses for tokens, step in live.segments if tokens]
         scores = [self._score(live) for live in responses]
         step = Step(
-            self._engines.now - self._began, sum(tokens for tokens, _ in known), sum(tokens * lag for tokens, lag in known),
+            self._engines.now, sum(tokens for tokens, _ in known), sum(tokens * lag for tokens, lag in known),
             max((lag for _, lag in known), default=0), tuple(score for score in scores if score is not None), self._generated,
         )  # fmt: skip
         lengths = {group: [live.tokens for live in lives] for group, lives in trained.items()}
@@ -459,7 +397,7 @@ class Rerun:
             self._rounds.trained(lengths)
         predicted = [group for group in lengths if group in self._prompts]
         self._order.observe([LengthRow(self._prompts[it], self._number, tokens) for it in predicted for tokens in lengths[it]])
-        for group in self._finished:
+        for group in groups:
             self._forget(group)
         return step
 
