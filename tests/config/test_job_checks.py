@@ -176,6 +176,24 @@ def test_attention_that_is_at_hand_passes_and_a_hub_is_asked_only_for_what_is_mi
     assert len(asked) == questions
 
 
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "actor_rollout_ref.ref"])
+@pytest.mark.parametrize(("cpu", "kind", "said"), [
+    (False, "sdpa", "it does not go with actor_rollout_ref.model.override_config.attn_implementation=sdpa"),
+    (True, None, "a CPU has no flash-attn"),
+    (False, "flash_attention_3", None),
+    (False, None, None),
+])  # fmt: skip
+def test_sequences_are_shared_between_ranks_with_flash_attention_alone(gpu, monkeypatch, role, cpu, kind, said):
+    gpu(flash=True)
+    monkeypatch.setenv("VERL_PLATFORM", "cpu" if cpu else "cuda")
+    config = verl_config({})
+    OmegaConf.update(config, f"{role}.fsdp_config.ulysses_sequence_parallel_size", 2, force_add=True)
+    OmegaConf.update(config, "actor_rollout_ref.model.override_config", {"attn_implementation": kind}, force_add=True)
+    if said is None:
+        return check_surroundings(config)
+    assert f"{role}.fsdp_config.ulysses_sequence_parallel_size=2: {said}" in refusal(config, check_surroundings)
+
+
 def test_a_machine_that_runs_its_jobs_on_the_cpu_needs_no_flash_attention(gpu, monkeypatch):
     gpu()
     monkeypatch.setenv("VERL_PLATFORM", "cpu")

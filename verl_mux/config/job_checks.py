@@ -252,6 +252,7 @@ def model_config(config: DictConfig) -> dict[str, Any] | None:
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
     yield from _refused_attention(config)
+    yield from _refused_sequence_parallel(config)
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
@@ -260,6 +261,19 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     if engine and engine.no_windows and (window := sliding_window(model)):
         line = f"{key}={path} has sliding-window attention ({window}): {engine.no_windows}; allowed: models without"
         yield Refusal(line, key, path)
+
+
+def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
+    """Ulysses without flash-attn: verl passes sequences between ranks inside flash-attn's calls alone, so with another attention
+    each rank would train on its own part of a sequence as if that were the whole."""
+    key, attention = "fsdp_config.ulysses_sequence_parallel_size", "model.override_config.attn_implementation"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if _has_critic(config) else [])):
+        ranks = OmegaConf.select(config, f"{role}.{key}") or 1
+        other = f"critic.{attention}" if role == "critic" else f"actor_rollout_ref.{attention}"
+        kind = OmegaConf.select(config, other) or FLASH_ATTENTION
+        if ranks > 1 and (cpu_platform_wanted() or "flash" not in kind):
+            why = "a CPU has no flash-attn" if cpu_platform_wanted() else f"it does not go with {other}={kind}"
+            yield Refusal(f"{role}.{key}={ranks}: {why}; allowed: 1, or flash-attn on a GPU", f"{role}.{key}", ranks)
 
 
 def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
