@@ -352,6 +352,12 @@ def the_actors_of_transfer_queue_are_found_by_their_names():
     steps_of(simple_storage_bootstrap.initialize_simple_storage, '"name": f"TransferQueueStorageUnit#{storage_unit_rank}"')
 
 
+def storage_units_of_transfer_queue_are_pinned_to_nodes_that_offer_a_resource():
+    from transfer_queue.utils import common
+
+    steps_of(common.get_node_round_robin_scheduling_strategies, 'node.get("Resources", {}).get(required_node_resource, 0) > 0')
+
+
 def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():
     # Why job_hosts.py is there.
     from verl.experimental.agent_loop import AgentLoopWorker
