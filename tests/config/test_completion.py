@@ -54,13 +54,6 @@ def test_a_job_loads_weights_in_small_batches_by_default(given, used):
     assert config.trainer.v1.sampler.custom_sampler.name == "MuxReplayBuffer"
 
 
-@pytest.mark.parametrize(
-    ("given", "used"), [([], "CPU"), (["+transfer_queue.backend.SimpleStorage.required_node_resource=ssd"], "ssd")]
-)
-def test_samples_are_stored_on_nodes_with_cpus_and_not_on_a_head_without(given, used):
-    assert multiplexed(*given).transfer_queue.backend.SimpleStorage.required_node_resource == used
-
-
 def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_send():
     config = multiplexed("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref

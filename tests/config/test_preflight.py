@@ -177,6 +177,13 @@ def test_a_job_says_whether_it_may_be_moved_and_is_colocated(monkeypatch, mode, 
     assert (noted["movable"], noted["colocated"]) == (movable, mode == "mux_colocate")
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "CPU"), ("ssd", "ssd")])
+def test_samples_are_stored_on_nodes_with_cpus_and_not_on_a_head_without(check, coordinator, given, used):
+    key = "transfer_queue.backend.SimpleStorage.required_node_resource"
+    OmegaConf.update(config := job(coordinator.address), key, given, force_add=True)
+    assert check(config) and OmegaConf.select(config, key) == used
+
+
 def test_a_job_that_starts_has_not_left_to_move(check, coordinator, tmp_path):
     note = tmp_path / "left_to_move"
     note.touch()

@@ -129,9 +129,6 @@ def _imply_mode(config: DictConfig) -> None:
     rollout.agent.agent_loop_manager_class = plugin.AGENT_LOOP_MANAGER
     if not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path"):  # the user's own stays
         config.trainer.v1.sampler.custom_sampler = plugin.REPLAY_BUFFER
-    # TransferQueue pins each storage unit, which needs a CPU, to a node; a cluster's head often offers none.
-    storage = config.transfer_queue.backend.SimpleStorage
-    storage.required_node_resource = storage.get("required_node_resource") or "CPU"
 
 
 def _imply_memory(config: DictConfig) -> None:

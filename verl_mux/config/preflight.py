@@ -41,6 +41,7 @@ _TIMEOUT_S = 30.0
 _GRACE_S = 20.0
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
 _MARK = ".mux_job"
+_STORES = "transfer_queue.backend.SimpleStorage.required_node_resource"
 
 
 def check_job(config: DictConfig) -> None:
@@ -64,6 +65,8 @@ def check_job(config: DictConfig) -> None:
         claim_cluster(config, str(mux.job))
         if (forked := worker_command()) and _ray_cluster(config) is None:
             OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.py_executable", forked, force_add=True)
+        # TransferQueue ties each storage unit, which needs a CPU, to a node of the cluster; a head often offers none.
+        OmegaConf.update(config, _STORES, OmegaConf.select(config, _STORES) or "CPU", force_add=True)
         claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
     except UserError as error:
         print(f"verl-mux: {error}", file=sys.stderr)
