@@ -41,7 +41,7 @@ test: $(INSTALLED)
 
 # Tests that need vLLM, or that say something else where it is the engine.
 VLLM_TESTS := tests/rollout/engine tests/upstream tests/launcher/test_doctor.py tests/warm \
-  tests/e2e/test_rollout_control.py
+  tests/e2e
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pytest -m "not gpu and not hosts" --durations 15 $(VLLM_TESTS)
 

@@ -31,6 +31,7 @@ class EngineRecord:
     share_of_all: gpu_memory_utilization is the share of all of a GPU's memory that weights, KV cache, activations and graphs get;
         False: the share of what is free that weights and KV cache get. graphs_sleep: CUDA graphs leave the GPU with the weights.
     symbols: its own names that we rely on, and those of verl's part for it.
+    seed: a request's seed among its sampling parameters.
     server: dotted name of our subclass of verl's server of this engine, see below.
     scheduler_title: what the command lines of its schedulers begin with.
     load_weights: dotted name of `async (adapter, batches of a sync, version)`, which loads them into the engine.
@@ -57,6 +58,7 @@ class EngineRecord:
     share_of_all: bool
     graphs_sleep: bool
     symbols: tuple[Symbol, ...]
+    seed: str
     server: str
     scheduler_title: str
     load_weights: str

@@ -22,6 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.rollout_trace import rollout_trace_attr
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.rollout.engine.record import engines
 from verl_mux.rollout.instructions import Launch, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
 from verl_mux.rollout.worker.request_log import part, request, scored, text
@@ -133,7 +134,7 @@ class MuxAgentLoopWorker(PromptGroups, _VerlWorker):
     async def _run_agent_loop(self, sampling_params, trajectory, *, session_id: int = 0, **kwargs):
         params = dict(sampling_params)
         if self._settings.seeded_sampling:
-            params["sampling_seed"] = request_seed(
+            params[engines()[self.config.actor_rollout_ref.rollout.name].seed] = request_seed(
                 self._settings.seed, trajectory["step"], kwargs.get("index", 0), session_id, trajectory["validate"]
             )
         who = {"batch_data_id": str(kwargs.get("index")), "session": session_id, "validate": bool(trajectory["validate"])}

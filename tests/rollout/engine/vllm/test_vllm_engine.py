@@ -166,15 +166,15 @@ def test_urgent_requests_go_first(engine):
 
 @pytest.mark.parametrize("cut", [1, 13])
 def test_a_seeded_response_that_is_cut_and_goes_on_is_the_uncut_one(engine, cut):
-    seeded = {"temperature": 1.0, "sampling_seed": 41}
+    seeded = {"temperature": 1.0, "seed": 41}
     whole = engine.tokens(count=30, **seeded)
-    assert whole != engine.tokens(count=30, temperature=1.0, sampling_seed=42)
+    assert whole != engine.tokens(count=30, temperature=1.0, seed=42)
     first = engine.tokens(count=cut, **seeded)
     assert first + engine.tokens(beds.PROMPT + first, count=30 - cut, **seeded) == whole
 
 
 def test_a_seeded_prompt_may_be_read_in_parts(engine):
-    assert len(engine.tokens(beds.PROMPT * 20, count=4, temperature=1.0, sampling_seed=1)) == 4
+    assert len(engine.tokens(beds.PROMPT * 20, count=4, temperature=1.0, seed=1)) == 4
 
 
 def test_fifty_cycles_grow_nothing(engine):

@@ -113,12 +113,6 @@ def test_a_stay_ends_for_one_of_our_reasons(server, of_verl, of_vllm, reason):
     assert server._stop_reason(output, {}, {REASON: of_vllm} if of_vllm else {}) == reason
 
 
-def test_a_seed_has_vllms_name_there(server):
-    params = {"sampling_seed": 7, "top_p": 1.0}
-    with server._call(params, 0):
-        assert params == {"seed": 7, "top_p": 1.0}
-
-
 def test_aborts_go_by_the_names_that_we_gave(server):
     asyncio.run(server._abort(["a", "b"]))
     assert server.steps == [("abort", {"names": ["a", "b"]})]

@@ -95,6 +95,7 @@ RECORD = EngineRecord(
     graphs_sleep=True,
     preload=("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
     symbols=SYMBOLS,
+    seed="sampling_seed",
     server="verl_mux.rollout.engine.sglang.server.MuxSGLangHttpServer",
     scheduler_title="sglang::scheduler",
     load_weights="verl_mux.rollout.engine.sglang.sglang_weights.load",

@@ -72,6 +72,7 @@ RECORD = EngineRecord(
     graphs_sleep=False,  # their pools are in torch's own allocator
     preload=("vllm.v1.worker.gpu_worker", "vllm.entrypoints.openai.api_server", "vllm.v1.core.sched.scheduler"),
     symbols=SYMBOLS,
+    seed="seed",
     server="verl_mux.rollout.engine.vllm.vllm_server.MuxVllmHttpServer",
     scheduler_title="VLLM::EngineCore",
     load_weights="verl_mux.rollout.engine.vllm.vllm_weights.load",

@@ -126,8 +126,6 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
             await self.set_global_steps(version)
 
     def _call(self, sampling_params: dict[str, Any], priority: int):
-        if (seed := sampling_params.pop("sampling_seed", None)) is not None:  # SGLang's name
-            sampling_params["seed"] = seed
         return vllm_calls.call(priority)
 
     def _stop_reason(self, output: TokenOutput, sampling_params: dict[str, Any], answer: dict[str, Any]) -> str | None:
