@@ -31,6 +31,7 @@ _LONG = (
     "bench/chaos/test_schedule.py",
     "bench/test_sync.py",
     "sync/test_export.py",
+    "trainer/test_fsdp_states.py",
     "agent/test_hosts.py",
     "bench/test_every_bench.py",
     "bench/chaos/test_simulated.py",

@@ -70,6 +70,7 @@ _NAMES = {
         "FSDPEngine.is_param_offload_enabled": "is _is_offload_param, which we set",
         "FSDPEngine.is_optimizer_offload_enabled": "is _is_offload_optimizer, which we set",
         "FSDPEngineWithLMHead FSDPEngineWithValueHead": "registered for device cpu",
+        "offload_fsdp_model_to_cpu offload_fsdp_optimizer": "replaced on a GPU: into our arena",
     },
     "verl": {
         "workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": "our checkpoint engine worker",
@@ -89,6 +90,11 @@ _NAMES = {
         "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
         "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
     },
+    "torch.distributed.fsdp": {
+        "FSDPModule._get_fsdp_state": "its parameter group has FSDP's record of each sharded parameter",
+        "_fully_shard._fsdp_param.FSDPParam.reset_sharded_param": "pads a shard unless `_sharded_param_data` is its memory",
+    },
+    "torch._C": {"_host_emptyCache": "what FSDP pinned before it came into our arena goes back to the host"},
     "multiprocessing.forkserver._forkserver": {
         "_forkserver_address _forkserver_alive_fd _forkserver_pid": "set: its server is a fork of ours",
     },

@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from verl_mux.memory.arena import Arena
 from verl_mux.memory.tags import Moved
 from verl_mux_cpu import device_ledger
 
@@ -95,6 +96,7 @@ class CpuMemorySaver:
         reserve: Callable[[dict[Hashable, int]], None] = lambda _: None,
     ) -> None:
         self._account, self._reserve = account, reserve
+        self._host = Arena("host copies")
         self._tags: dict[Hashable, _Tag] = {}
         self._regions: list[_Recorder] = []
 
@@ -145,8 +147,11 @@ class CpuMemorySaver:
         leaving = [(a, storage) for a, storage in self._live(entry) if _holds(mappings, storage)]
         self._refuse_overlap(tag, [storage for _, storage in leaving])
         try:
+            kept = [(a, storage) for a, storage in leaving if a.backup]
+            copies = self._host.hold({(tag, number): _bytes_of(storage) for number, (_, storage) in enumerate(kept)})
+            for number, (allocation, _) in enumerate(kept):
+                allocation.host_copy = copies[tag, number]
             for allocation, storage in leaving:
-                allocation.host_copy = _bytes_of(storage).clone() if allocation.backup else None
                 allocation.given_back = storage.nbytes()
                 _release_pages(storage.data_ptr(), storage.nbytes())
         except BaseException:

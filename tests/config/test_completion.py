@@ -55,9 +55,9 @@ def test_a_job_loads_weights_in_small_batches_by_default(given, used):
 
 
 def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_send():
-    config = multiplexed("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp")
+    config = multiplexed(*(f"{role}.strategy=fsdp" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")))
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    assert (actor.strategy, ref.strategy) == ("fsdp2", "fsdp2")
+    assert (actor.strategy, ref.strategy, config.critic.strategy) == ("fsdp2", "fsdp2", "fsdp2")
     for engine in (actor.fsdp_config, ref.fsdp_config, config.critic.fsdp):
         assert engine.param_offload and engine.optimizer_offload
 

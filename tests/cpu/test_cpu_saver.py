@@ -236,15 +236,25 @@ class TestMemoryThatIsNotOurs:
         assert (saver.pause("params").nbytes, saver.resume("params").nbytes, released) == (0, 0, [])
 
     def test_a_storage_that_moved_is_paused_where_it_is_now(self, saver):
-        tensor = tracked(saver, "params", ELEMENTS)
+        tensor = tracked(saver, "params", ELEMENTS, backup=False)
         storage = tensor.untyped_storage()
         storage.resize_(2 * storage.nbytes())
         grown = torch.empty(0).set_(storage)
         grown[ELEMENTS:] = 5
         before = resident()
         assert saver.pause("params").nbytes == 2 * ELEMENTS * 4
-        saver._tags["params"].allocations[storage._cdata].host_copy = None
         assert before - resident() == pytest.approx(32 * MIB, abs=MIB)
+
+    def test_a_host_copy_takes_the_place_of_the_one_before(self, saver):
+        tensor = tracked(saver, "params")
+        places = []
+        for value in (1.0, 2.0):
+            tensor.fill_(value)
+            saver.pause("params")
+            places.append((copy := saver.host_copy(tensor)).data_ptr())
+            assert bool((copy == value).all())
+            saver.resume("params")
+        assert places[0] == places[1]
 
     @pytest.mark.parametrize("factor", [0, 0.5, 1, 2])
     def test_a_storage_resized_while_paused_gets_back_what_it_has_room_for(self, saver, factor):

@@ -1,4 +1,4 @@
-"""States of a training rank that can sleep, as verl's FSDP engine moves them, on either bed."""
+"""States of a training rank that can sleep, as verl's FSDP engine has them, on either bed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl_mux.trainer.fsdp_states import local
 from verl_mux.trainer.workers import DeviceStates, host_copy
 from verl_mux_cpu.cpu_saver import cpu_memory_saver
 
@@ -34,7 +35,6 @@ def made(role: str, device: str) -> tuple[Any, Callable[[], list[torch.Tensor]],
     optimizer.zero_grad()
     config = SimpleNamespace(forward_only=False, offload_policy=False)
     engine = SimpleNamespace(module=module, optimizer=optimizer, engine_config=config)
-    engine.to = lambda where, model, optimizer, grad: _to_cpu(engine)
 
     def copies() -> list[torch.Tensor]:
         return [host_copy(local(tensor).detach()) for tensor in tensors(engine)]
@@ -56,14 +56,3 @@ def made(role: str, device: str) -> tuple[Any, Callable[[], list[torch.Tensor]],
 def tensors(engine: Any) -> list[torch.Tensor]:
     moments = [value for state in engine.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     return [*engine.module.parameters(), *moments]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _to_cpu(engine: Any) -> None:
-    from verl.utils.fsdp_utils import offload_fsdp2_model_to_cpu, offload_fsdp_optimizer
-
-    offload_fsdp2_model_to_cpu(engine.module)
-    offload_fsdp_optimizer(engine.optimizer)

@@ -57,15 +57,15 @@ def test_two_jobs_get_one_certificate(composed, run_main):
     # Context, communicators, workspace, and the rollout worker's context; its graphs sleep.
     assert told["gpus"]["r0"]["phases"]["rollout"]["bytes"]["others"] == 1.6e9 + 1e9 + 0.54e9 + 0.5e9
     assert told["notes"] == [
-        "r0: no --pools, so H20 is assumed, 96 GB a GPU",
-        "t0: no --pools, so H800 is assumed, 80 GB a GPU",
+        "r0: no --pools, so H20 is assumed, 102.6 GB a GPU",
+        "t0: no --pools, so H800 is assumed, 85.5 GB a GPU",
     ]
 
 
 def test_capacity_comes_from_the_coordinators_file(composed, run_main, tmp_path):
     (tmp_path / "pools.yaml").write_text(POOLS)
     told = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
-    assert (told["gpus"]["r0"]["capacity"], told["gpus"]["t0"]["capacity"]) == (96 * 10**9, 60 * 10**9)
+    assert (told["gpus"]["r0"]["capacity"], told["gpus"]["t0"]["capacity"]) == (102_600_000_000, 60 * 10**9)
 
 
 def test_what_does_not_fit_is_said_and_is_exit_code_1(composed, run_main):

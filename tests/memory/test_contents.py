@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from verl_mux.memory import arena
 from verl_mux.memory.contents import Contents
 
 NO_SYNC = "after a sleep without a copy no sync has brought back "
@@ -135,27 +136,24 @@ class OnDevice(torch.Tensor):
         return torch.device("cuda", 0)
 
 
-def test_from_a_device_the_copies_go_into_one_pinned_buffer_with_one_wait_and_it_goes_back(monkeypatch):
+def test_from_a_device_the_copies_go_with_one_wait_into_memory_that_is_pinned_once_and_kept(monkeypatch):
     """What torch does with a GPU is written down in order; the bytes move all the same."""
-    calls, empty, copy_ = [], torch.empty, torch.Tensor.copy_
+    calls, copy_ = [], torch.Tensor.copy_
     model = torch.nn.Module()
     model.scale, model.table = (torch.ones(4).as_subclass(OnDevice), torch.ones(9).as_subclass(OnDevice))
-
-    def host_memory(size, dtype, pin_memory):
-        calls.append(("pinned", size, pin_memory))
-        return empty(size, dtype=dtype)
 
     def copied(to, of, non_blocking=False):
         calls.append(("copy", of.numel(), non_blocking))
         return copy_(to, of.as_subclass(torch.Tensor))
 
-    monkeypatch.setattr(torch, "empty", host_memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(arena, "pin", lambda address, nbytes, what: calls.append(("pinned", nbytes)))
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("back to the host"))
-    contents = Contents(model)
+    contents, moved = Contents(model), [("copy", 4, True), ("copy", 9, True), "synchronize"]
     assert contents.left(2) == 13 * 4
-    assert calls == [("pinned", 128, True), ("copy", 4, True), ("copy", 9, True), "synchronize"]
+    assert calls == [("pinned", 1024), *moved]
     contents.settled()
-    assert calls[-1] == "back to the host"
+    calls.clear()
+    assert contents.left(1) == 13 * 4
+    assert calls == moved

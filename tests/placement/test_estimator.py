@@ -252,3 +252,8 @@ def test_noise_alone_is_no_drift_and_twice_the_length_is():
     again = [100 * rng.lognormvariate(0, 0.1) for _ in range(RECENT)]
     assert not drifted(job, learnt(job, steps_seen(again, again)))
     assert drifted(job, learnt(job, steps_seen([2 * s for s in again], again)))
+
+
+@pytest.mark.parametrize(("kind", "mib"), [("H20", 97_871), ("H800", 81_559), ("H100", 81_559), ("H200", 143_771)])
+def test_a_kind_has_the_memory_that_nvidia_smi_counts(kind, mib):
+    assert GPU_KINDS[kind].memory_gb == pytest.approx(mib * 2**20 / 1e9, abs=0.05)

@@ -177,3 +177,29 @@ class TestStripes:
         assert all(start % align == 0 or start == nbytes for start, _ in cuts)
         sizes = [end - start for start, end in cuts]
         assert max(sizes) - min(sizes) < 2 * align
+
+
+class TestCasts:
+    def test_a_cast_piece_keeps_its_bytes_while_it_is_held_and_then_its_memory_serves_the_next(self):
+        numbers = torch.randn(4 << 20)
+        whole = Range("w", torch.bfloat16, (4 << 20,), 0, numbers)
+        expected, piece = as_bytes(numbers.bfloat16()), 2 << 20
+        held = whole.read(0, piece)
+        others = [whole.read(start, start + piece) for start in range(piece, 4 * piece, piece)]
+        assert held == expected[:piece] and all(other == expected[(at + 1) * piece :][:piece] for at, other in enumerate(others))
+        addresses = {address(view) for view in (held, *others)}
+        assert len(addresses) == 4
+        last = held[piece // 2 :]
+        del held, others
+        assert address(again := whole.read(piece, 2 * piece)) in addresses and again == expected[piece : 2 * piece]
+        assert last == expected[piece // 2 : piece] and address(last) - piece // 2 != address(again)
+
+    @given(start=st.integers(0, 3000), nbytes=st.integers(0, 3000))
+    def test_any_run_of_bytes_is_that_of_the_whole(self, start, nbytes):
+        numbers = torch.arange(3000, dtype=torch.float32)
+        end = min(start + nbytes, 6000)
+        assert Range("w", torch.bfloat16, (3000,), 0, numbers).read(start, end) == as_bytes(numbers.bfloat16())[start:end]
+
+
+def address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()

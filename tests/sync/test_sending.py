@@ -1,18 +1,18 @@
-"""Frames and their codes, each for one connection; and streams that stand or fall together: what the other ends hear at the
-end."""
+"""Frames and their codes, each for one connection; streams that stand or fall together: what the other ends hear at the end;
+and pieces that are cast as they are sent."""
 
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from verl_mux.sync import sending
 from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal, new_key
-from verl_mux.sync.layout import SyncError
-from verl_mux.sync.sending import Streams
+from verl_mux.sync.layout import Entry, SyncError
+from verl_mux.sync.sending import Part, Shard, Streams
 
 
 class InAFrame:
@@ -109,3 +109,48 @@ def test_only_who_has_the_key_makes_the_code_and_each_connection_its_own():
         (Seal(key), b"", (b"header", b"body")),
     ]:  # fmt: skip
         assert not seal.is_ours(given, *parts)
+
+
+def shard_of(read: Callable[[int, int], memoryview], pieces: int = 4) -> Shard:
+    """Of so many pieces of 8 bytes, which `read` makes."""
+    entries = [Entry("t", "uint8", (8 * pieces,), 8 * pieces)]
+    return Shard(0, entries, [Part(0, 0, 8 * pieces, read)], 8, made=True)
+
+
+def test_streams_cast_pieces_at_the_same_time():
+    both = threading.Barrier(2, timeout=10.0)
+
+    def cast(start: int, end: int) -> memoryview:
+        both.wait()
+        return memoryview(bytes(range(start, end)))
+
+    shard = shard_of(cast)
+    with ThreadPoolExecutor(2) as streams:
+        payloads = list(streams.map(shard.payload, (0, 1)))
+    assert [bytes(view) for views in payloads for view in views] == [bytes(range(8)), bytes(range(8, 16))]
+
+
+def test_a_piece_is_cast_once_for_all_hosts_that_want_it_now():
+    read, begun, go_on = [], threading.Event(), threading.Event()
+
+    def cast(start: int, end: int) -> memoryview:
+        read.append(start)
+        begun.set()
+        assert go_on.wait(10.0)
+        return memoryview(bytes(end - start))
+
+    shard = shard_of(cast)
+    with ThreadPoolExecutor(4) as streams:
+        first = streams.submit(shard.payload, 1)
+        assert begun.wait(10.0)
+        others = [streams.submit(shard.payload, 1) for _ in range(3)]
+        go_on.set()
+        assert all(other.result(10.0) is first.result(10.0) for other in others)
+    assert read == [8]
+
+
+def test_an_error_of_a_cast_reaches_all_that_want_the_piece():
+    shard = shard_of(lambda start, end: memoryview(bytes(8))[1 // 0 :])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            shard.payload(2)

@@ -46,6 +46,28 @@ def steps_of(function, *texts: str) -> None:
         assert at >= 0, f"{function.__qualname__}: {text!r} is not there, or earlier than what went before"
 
 
+def fsdp_leaves_a_shard_alone_whose_padded_rows_are_in_the_same_memory():
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    steps_of(
+        FSDPParam.reset_sharded_param,
+        "same_local_tensor = (", "self._sharded_param_data.untyped_storage().data_ptr()", "not same_local_tensor", "new_zeros(",
+    )  # fmt: skip
+    steps_of(FSDPParam.all_gather_inputs.fget, "self._sharded_param_data")
+    steps_of(FSDPModule._apply, "self.reshard()", "super()._apply(", "_fsdp_param_group", ".fsdp_params", "reset_sharded_param()")
+
+
+def verls_engine_offloads_by_two_functions_of_its_module():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    steps_of(FSDPEngine.to, "offload_fsdp_model_to_cpu(self.module)", "offload_fsdp_optimizer(self.optimizer)")
+    steps_of(FSDPEngine.initialize, "_build_model_optimizer()", "self.to(")
+    steps_of(
+        FSDPEngine.load_checkpoint, "load_checkpoint(", "offload_fsdp_model_to_cpu(self.module)", "offload_fsdp_optimizer("
+    )  # fmt: skip
+
+
 def server_args_are_a_dataclass_and_verl_reads_them_as_one():
     from sglang.srt.server_args import ServerArgs
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer

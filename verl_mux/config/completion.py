@@ -120,8 +120,8 @@ def logged_keys(config: DictConfig) -> list[str]:
 def _imply_mode(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     config.actor_rollout_ref.hybrid_engine = False
-    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
-        # The sync sends FSDP2's row shards from the host; FSDP1 would have to gather on training GPUs that others hold by then.
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        # FSDP2's row shards sleep on the host and are sent from there; FSDP1 would gather on GPUs that others hold by then.
         role.strategy = "fsdp2" if role.strategy == "fsdp" else role.strategy
     if config.trainer.v1.trainer_mode == "mux_colocate":
         rollout.nnodes, rollout.n_gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node

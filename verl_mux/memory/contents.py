@@ -2,7 +2,7 @@
 
 Runs in the scheduler processes of engines; called by each engine's folder; touches the model's tensors.
 
-asleep at level 1: every parameter is on the host, and comes back on waking.
+asleep at level 1: every parameter is on the host, and comes back on waking; its place there is kept for the next sleep.
 asleep at level 2: parameters are dropped; on waking they are marked, and what a sync has not overwritten still carries its mark.
 At both: tensors that no sync sends are on the host: plain attributes of modules (scales, tables), and parameters that cannot
 carry a mark. Buffers are SGLang's to stash; of vLLM's models they are kept here.
@@ -10,10 +10,11 @@ carry a mark. Buffers are SGLang's to stash; of vLLM's models they are kept here
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 import torch
+
+from verl_mux.memory.arena import Arena
 
 _CAN_BE_MARKED = (torch.float32, torch.bfloat16, torch.float16)
 # (size, stride): a parameter of at most `size` numbers is marked by a NaN in every `stride`-th number. Strides above 1 are
@@ -23,7 +24,6 @@ _EVERY = ((1 << 16, 1), (1 << 22, 127))
 # A NaN with bits that no computation makes, so that it is none that a sync sent.
 _MARK = {torch.float32: 0x7FE5A5A5, torch.bfloat16: 0x7FE5, torch.float16: 0x7E5A}
 _EVERY_OF_THE_LARGEST = 4093
-_ALIGNED = 64  # where a copy begins in its buffer: any type may
 
 
 class Contents:
@@ -31,6 +31,7 @@ class Contents:
 
     def __init__(self, model: torch.nn.Module, keeps_buffers: bool = False) -> None:
         self._model, self._keeps_buffers = model, keeps_buffers
+        self._host = Arena("weights at level 1")
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._marked: list[tuple[str, torch.Tensor]] = []
 
@@ -40,10 +41,13 @@ class Contents:
         if self._marked:  # still without their values: nothing to keep of them
             level = 2
         named = list(self._model.named_parameters())
-        keep = [p.data for _, p in named if level == 1 or p.dtype not in _CAN_BE_MARKED]
-        self._kept = []  # what is there from an unfinished wake goes before more is taken
-        keep += [buffer.data for buffer in self._model.buffers()] if self._keeps_buffers else []
-        self._kept = _to_host([*keep, *self._plain()])
+        keep: dict[Hashable, torch.Tensor] = {n: p.data for n, p in named if level == 1 or p.dtype not in _CAN_BE_MARKED}
+        keep |= {buffer: it.data for buffer, it in self._model.named_buffers()} if self._keeps_buffers else {}
+        keep |= enumerate(self._plain())
+        copies = self._host.hold(keep)
+        if any(tensor.device.type != "cpu" for tensor in keep.values()):
+            torch.cuda.synchronize()  # the memory goes next
+        self._kept = [(tensor, copies[name]) for name, tensor in keep.items()]
         self._marked = [] if level == 1 else [(name, p.data) for name, p in named if p.dtype in _CAN_BE_MARKED]
         return sum(copy.nbytes for _, copy in self._kept)
 
@@ -56,11 +60,8 @@ class Contents:
             _bits(_marks(tensor)).fill_(_MARK[tensor.dtype])  # `lacks` sees whether a sync overwrote it
 
     def settled(self) -> None:
-        """The model is whole: host copies go, pinned ones back to the host, where other jobs want them."""
-        pinned = any(copy.is_pinned() for _, copy in self._kept[:1])
+        """The model is whole: its copies are worth nothing any more."""
         self._kept, self._marked = [], []
-        if pinned:
-            torch._C._host_emptyCache()
 
     @torch.no_grad()
     def lacks(self) -> str | None:
@@ -94,18 +95,3 @@ def _few(names: list[str]) -> str:
 def _marks(tensor: torch.Tensor) -> torch.Tensor:
     every = next((step for numbers, step in _EVERY if tensor.numel() <= numbers), _EVERY_OF_THE_LARGEST)
     return tensor.view(-1)[::every] if tensor.is_contiguous() else tensor
-
-
-def _to_host(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each with its copy: all in one buffer, as large as they are, so that it is pinned once (where there is a device) and the
-    copies run one after the other without a word to the host in between."""
-    starts = list(itertools.accumulate((-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors), initial=0))
-    on_device = any(tensor.device.type != "cpu" for tensor in tensors)
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_device)
-    pairs = []
-    for tensor, start in zip(tensors, starts[:-1], strict=True):
-        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        pairs.append((tensor, copy.copy_(tensor.detach(), non_blocking=True)))
-    if on_device:
-        torch.cuda.synchronize()  # the memory goes next
-    return pairs

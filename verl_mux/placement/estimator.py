@@ -49,13 +49,14 @@ class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 # H20, H800: RollMux (arXiv 2512.11306v2), table 1. Others: NVIDIA's data sheets, of the SXM ones where there are; they name no
-# rent. `core`: one core of an EPYC by its fp32 peak, for runs without a GPU; the shares hold as bounds: in a run of
-# examples/placed.yaml all phases stayed within their estimates. `half_core`: two processes share the core.
+# rent. Memory of the first four: what nvidia-smi counts (97,871, 81,559 and 143,771 MiB). `core`: one core of an EPYC by its fp32
+# peak, for runs without a GPU; the shares hold as bounds: in a run of examples/placed.yaml all phases stayed within their
+# estimates. `half_core`: two processes share the core.
 GPU_KINDS: dict[str, GpuKind] = {
-    "H20": GpuKind(tflops=148.0, tb_per_s=4.0, memory_gb=96.0, usd_per_gpu_hour=1.85),
-    "H800": GpuKind(tflops=989.5, tb_per_s=3.35, memory_gb=80.0, usd_per_gpu_hour=5.28),
-    "H100": GpuKind(tflops=989.4, tb_per_s=3.35, memory_gb=80.0),
-    "H200": GpuKind(tflops=989.4, tb_per_s=4.8, memory_gb=141.0),
+    "H20": GpuKind(tflops=148.0, tb_per_s=4.0, memory_gb=102.6, usd_per_gpu_hour=1.85),
+    "H800": GpuKind(tflops=989.5, tb_per_s=3.35, memory_gb=85.5, usd_per_gpu_hour=5.28),
+    "H100": GpuKind(tflops=989.4, tb_per_s=3.35, memory_gb=85.5),
+    "H200": GpuKind(tflops=989.4, tb_per_s=4.8, memory_gb=150.8),
     "B200": GpuKind(tflops=2250.0, tb_per_s=8.0, memory_gb=180.0),
     "A100": GpuKind(tflops=312.0, tb_per_s=2.04, memory_gb=80.0),
     "L40S": GpuKind(tflops=362.0, tb_per_s=0.86, memory_gb=48.0),

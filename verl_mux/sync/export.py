@@ -7,6 +7,8 @@ gathers on the device, so it is drained under the training lease, and each rank 
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
@@ -34,12 +36,34 @@ class Range(NamedTuple):
         return self.data.numel() * self.dtype.itemsize
 
     def read(self, start: int, end: int) -> memoryview:
-        """Of those bytes, counted from the range's first; a copy where they are cast."""
+        """Of those bytes, counted from the range's first; a copy where they are cast, for as long as it is held."""
         flat, size = self.data.reshape(-1), self.dtype.itemsize
         if flat.dtype == self.dtype:
             return as_bytes(flat)[start:end]
         first = start // size
-        return as_bytes(flat[first : -(-end // size)].to(self.dtype))[start - first * size : end - first * size]
+        return _cast(flat[first : -(-end // size)], self.dtype)[start - first * size : end - first * size]
+
+
+# Memory that pieces were cast into and that is free again: to get new pages for each piece takes as long as to cast it.
+_free: deque[torch.Tensor] = deque()
+_NOTHING, _LARGE = torch.empty(0, dtype=torch.uint8), 1 << 20
+
+
+def _cast(numbers: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    nbytes = numbers.numel() * dtype.itemsize
+    if nbytes < _LARGE:
+        return as_bytes(numbers.to(dtype))
+    try:
+        memory = _free.pop()
+    except IndexError:
+        memory = _NOTHING
+    if memory.nbytes < nbytes:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    made = memory[:nbytes]
+    made.view(dtype).copy_(numbers)
+    array = made.numpy()  # lives as long as any view of it
+    weakref.finalize(array, _free.append, memory).atexit = False
+    return memoryview(array)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 from uuid import uuid4
@@ -50,7 +51,7 @@ class Shard:
         self.pieces = cut(spans, piece_bytes)
         self._where = self._places(spans)
         self._made = made
-        self._kept: OrderedDict[int, list[memoryview]] = OrderedDict()
+        self._kept: OrderedDict[int, Future[list[memoryview]]] = OrderedDict()
         self._digests: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -71,15 +72,21 @@ class Shard:
         return places
 
     def payload(self, number: int) -> list[memoryview]:
-        """A piece's bytes, span by span."""
+        """A piece's bytes, span by span. Of those that are made, each thread makes another one."""
         if not self._made:
             return self._read(number)
         with self._lock:
-            if number not in self._kept:
-                self._kept[number] = self._read(number)
+            made = self._kept.get(number)
+            if is_mine := made is None:
+                made = self._kept[number] = Future()
                 while len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
-            return self._kept[number]
+        if is_mine:
+            try:
+                made.set_result(self._read(number))
+            except BaseException as error:  # of it the others that wait for this piece hear too
+                made.set_exception(error)
+        return made.result()
 
     def _read(self, number: int) -> list[memoryview]:
         spans = zip(self._where[number], self.pieces[number], strict=True)

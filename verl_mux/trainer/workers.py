@@ -35,6 +35,7 @@ from verl_mux.platform.charges import charge
 from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
+from verl_mux.trainer.fsdp_states import local, offload_model, offload_optimizer, take_over
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states; gradients live within a train phase only.
@@ -44,8 +45,9 @@ TRAIN_TAGS = ("params", "optimizer")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA the moves are verl's own, once each a phase: while the states are awake, the calls with which verl loads and offloads
-    around each pass leave them where they are. On a CPU the device is host memory too: the states are paused with a host copy.
+    On CUDA they move once each a phase, into this process's arena, and back by verl's own call: while they are awake, the calls
+    with which verl loads and offloads around each pass leave them where they are. On a CPU the device is host memory too: the
+    states are paused with a host copy.
 
     role: "actor", "ref" or "critic"; a process may hold one engine of each.
     """
@@ -60,7 +62,7 @@ class DeviceStates:
         moves, saver = {}, _cpu_saver()
         for tag in TRAIN_TAGS:
             if not saver.is_paused(key := (self._role, tag)):
-                saver.track(key, [_local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)])
+                saver.track(key, [local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)])
                 moves[tag] = saver.pause(key)
         return moves
 
@@ -81,31 +83,28 @@ class DeviceStates:
 
     def _moved_by_calls(self, moved: bool) -> None:
         """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
-        own offload policy, are moved by FSDP layer by layer."""
+        own offload policy, are moved by FSDP layer by layer, out of the arena once they lie there."""
         config = self._engine.engine_config
         if not (config.forward_only or config.offload_policy):
             self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
 
     def _offload(self) -> Moved:
-        started, before = time.perf_counter(), get_torch_device().memory_allocated()
+        started, device = time.perf_counter(), get_torch_device()
+        before = device.memory_allocated()
         self._moved_by_calls(True)
-        self._engine.to("cpu", model=True, optimizer=True, grad=True)
-        # The copies run on: until they are done the host holds no whole state, and the device no free bytes.
-        get_torch_device().synchronize()
-        get_torch_device().empty_cache()
-        _empty_host_cache()
-        return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
+        offload_model(self._engine.module, empty_cache=False)
+        if (optimizer := getattr(self._engine, "optimizer", None)) is not None:
+            offload_optimizer(optimizer)
+        device.empty_cache()
+        # Of a frozen model FSDP has pinned the shards by itself, and torch would keep that memory.
+        torch._C._host_emptyCache()
+        return Moved(max(before - device.memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _states(self, tag: str) -> list[Any]:
         if tag == "params":
             return [*self._engine.module.parameters(), *self._engine.module.buffers()]
         optimizer = getattr(self._engine, "optimizer", None)
         return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
-
-
-def _empty_host_cache() -> None:
-    """Pinned memory in which nothing lies goes back to the host, where other jobs' states want it: torch keeps it for ever."""
-    torch._C._host_emptyCache()
 
 
 def _cpu_saver() -> Any:
@@ -125,10 +124,6 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """In the type that engines hold, as the shards of a plain module are sent."""
     return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _read_ahead(model: str, resume: str | None) -> None:
@@ -179,6 +174,7 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
     """verl's actor (or reference) worker of a multiplexed job."""
 
     def __init__(self, config, role: str, **kwargs) -> None:
+        take_over()
         settings = WorkerSettings.from_rollout_config(config.rollout)
         pin(settings.train_cpus)
         if settings.train_cpus:
@@ -216,7 +212,7 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         if (part := self._exported) is None:
             module = self.actor.engine.module
             named = convert_weight_keys(module.state_dict(), module).items()
-            params = ((name, param, host_copy(_local(param))) for name, param in named)
+            params = ((name, param, host_copy(local(param))) for name, param in named)
             tied = tied_names(module, lambda names: convert_weight_keys(names, module))
             part = list(row_shards(params, dtype, self.rank, tied))
         return await self.checkpoint_engine.send_weights(part, global_steps)
@@ -240,6 +236,7 @@ class MuxTrainingWorker(_Multiplexed, TrainingWorker):
     _who = "critic"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        take_over()
         super().__init__(*args, **kwargs)
         self._fence = Fence()
         residents.arrived("critic")

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from verl_mux.memory.arena import pin
 from verl_mux.sync.engine import Batch, aside, tensor_at
 from verl_mux.sync.layout import NAME, Entry, Held, Region, SyncError
 
@@ -123,8 +124,7 @@ class _Mapping(Held):
         last, region = self._region, self.mapped(fd, place.nbytes)
         if region is not last and torch.cuda.is_available() and region.nbytes:
             address = torch.frombuffer(region.view, dtype=torch.uint8).data_ptr()
-            if code := int(torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)):
-                raise RuntimeError(f"{region.nbytes} bytes of weights on this host cannot be pinned (CUDA error {code})")
+            pin(address, region.nbytes, "weights")
             self._pinned = address
         return region
 
