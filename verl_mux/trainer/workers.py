@@ -37,8 +37,8 @@ from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
-# Tags of a trainer's states; gradients live within a train phase only.
-TRAIN_TAGS = ("params", "optimizer")
+# Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
+TRAIN_TAGS = ("params", "optimizer", "gradients")
 
 
 class DeviceStates:
@@ -59,8 +59,9 @@ class DeviceStates:
             return {"params": self._offload()}
         moves, saver = {}, _cpu_saver()
         for tag in TRAIN_TAGS:
-            if not saver.is_paused(key := (self._role, tag)):
-                saver.track(key, [_local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)])
+            states = [_local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)]
+            if not saver.is_paused(key := (self._role, tag)) and (states or tag != "gradients"):
+                saver.track(key, states, enable_cpu_backup=tag != "gradients")
                 moves[tag] = saver.pause(key)
         return moves
 
@@ -80,10 +81,11 @@ class DeviceStates:
         return Moved(taken, taken, time.perf_counter() - started)
 
     def _moved_by_calls(self, moved: bool) -> None:
-        """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
-        own offload policy, are moved by FSDP layer by layer."""
+        """Whether verl's calls load and offload the states, which completion.py asks for. FSDP moves frozen models, and states
+        under an offload policy of its own, layer by layer."""
         config = self._engine.engine_config
-        if not (config.forward_only or config.offload_policy):
+        by_layer = hasattr(config, "offload_policy") and (config.forward_only or config.offload_policy)
+        if not by_layer:
             self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
 
     def _offload(self) -> Moved:
@@ -97,10 +99,24 @@ class DeviceStates:
         return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _states(self, tag: str) -> list[Any]:
+        """Megatron has a list of modules, stages of a pipeline, each with flat buffers under the name of torch's method, and an
+        optimizer of optimizers that train copies in fp32."""
+        module = self._engine.module
+        stages = module if isinstance(module, list) else [module]
         if tag == "params":
-            return [*self._engine.module.parameters(), *self._engine.module.buffers()]
+            return [it for stage in stages for it in (*stage.parameters(), *torch.nn.Module.buffers(stage))]
+        if tag == "gradients":
+            flat = [stage for stage in stages if isinstance(stage.buffers, list)]
+            return [it.grad_data for stage in flat for it in (*stage.buffers, *stage.expert_parallel_buffers)]
         optimizer = getattr(self._engine, "optimizer", None)
-        return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
+        inner = [getattr(it, "optimizer", it) for it in getattr(optimizer, "chained_optimizers", [optimizer])]
+        return [it for one in inner if one is not None for it in _states_of(one)]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What it keeps of each parameter, and the parameters, where they are not the model's own."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [*kept, *(param for group in optimizer.param_groups for param in group["params"])]
 
 
 def _empty_host_cache() -> None:
@@ -197,9 +213,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
-        if getattr(self, "actor", None) is not None and self._exported is None:
-            self._export()
-        return super().mux_sleep()
+        exported = self._export() if getattr(self, "actor", None) is not None and self._exported is None else {}
+        return super().mux_sleep() | exported
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
@@ -221,13 +236,15 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
             part = list(row_shards(params, dtype, self.rank, tied))
         return await self.checkpoint_engine.send_weights(part, global_steps)
 
-    def _export(self) -> None:
+    def _export(self) -> Moves:
         """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
-        engine = self.actor.engine
-        if not are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
-            weights, _ = engine.get_per_tensor_param()
-            dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-            self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        engine, began = self.actor.engine, time.perf_counter()
+        if are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
+            return {}
+        weights, _ = engine.get_per_tensor_param()
+        dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+        self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        return {"exported": Moved(sum(part.nbytes for part in self._exported), 0, time.perf_counter() - began)}
 
     def _states(self) -> list[DeviceStates]:
         held = {role: getattr(self, role, None) for role in ("actor", "ref")}
