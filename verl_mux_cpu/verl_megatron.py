@@ -51,7 +51,7 @@ class _OnCpu:
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def _build_tf_config(self) -> None:
-        super()._build_tf_config()  # type: ignore[misc]
+        super()._build_tf_config()
         for name, ours in _NORMS.items():
             setattr(self.bridge, name, {**getattr(self.bridge, name), **ours})
         self.bridge.has_vp_stage = True
