@@ -5,7 +5,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 UV_VERSION := 0.13.8
 # Every process of a job imports these; compiled once here instead of once a process.
-HEAVY := verl sglang vllm torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
+HEAVY := verl sglang vllm megatron mbridge torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
   huggingface_hub datasets accelerate peft triton fastapi pydantic aiohttp scipy sympy torchdata tokenizers uvicorn openai rich
 INSTALLED := .venv/.installed
 VLLM_INSTALLED := .venv-vllm/.installed

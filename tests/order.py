@@ -38,7 +38,7 @@ _LONG = (
     "research/test_command.py",
 )
 # Of real jobs that have started up beside all that comes before.
-_LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py")
+_LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py", "e2e/test_megatron.py")
 PLACES = {_HERE / name: at for at, name in enumerate((*_JOBS, *_LONG), -len(_JOBS + _LONG))}
 PLACES |= {_HERE / name: at for at, name in enumerate(_LAST, 1)}
 

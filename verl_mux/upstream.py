@@ -72,6 +72,12 @@ _NAMES = {
         "FSDPEngineWithLMHead FSDPEngineWithValueHead": "registered for device cpu",
         "offload_fsdp_model_to_cpu offload_fsdp_optimizer": "replaced on a GPU: into our arena",
     },
+    "verl.workers.engine.megatron.transformer_impl": {
+        "MegatronEngine.is_param_offload_enabled": "is _is_offload_param, which we set",
+        "MegatronEngine.is_optimizer_offload_enabled": "is _is_offload_optimizer, which we set",
+        "MegatronEngine._build_tf_config": "on the CPU the bridge that it makes gets other layers",
+        "MegatronEngineWithLMHead MegatronEngineWithValueHead": "registered for device cpu",
+    },
     "verl": {
         "workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": "our checkpoint engine worker",
         "workers.rollout.replica.RolloutReplica.init_colocated": "launches a replica on a pool that we made",

@@ -19,6 +19,7 @@ REGISTRATIONS = {
     "verl.plugin.platform.platform_manager": "verl_mux_cpu.verl_cpu",
     "verl.utils.distributed": "verl_mux_cpu.verl_distributed",
     "verl.workers.engine": "verl_mux_cpu.verl_engine",
+    "verl.workers.engine.megatron": "verl_mux_cpu.verl_megatron",
     "verl.workers.rollout.base": "verl_mux_cpu.on_cpu",
 }
 

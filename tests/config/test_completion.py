@@ -62,6 +62,23 @@ def test_between_phases_all_states_are_on_the_host_in_shards_that_a_sync_can_sen
         assert engine.param_offload and engine.optimizer_offload
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_megatron_stays_megatron_with_its_states_on_the_host_and_on_a_cpu_the_bridge_that_runs_there(cpu):
+    config = multiplexed("model_engine=megatron", cpu=cpu)
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        assert (role.strategy, role.megatron.vanilla_mbridge) == ("megatron", cpu)
+        assert role.megatron.param_offload and role.megatron.optimizer_offload
+    assert config.actor_rollout_ref.model.use_remove_padding is not cpu
+
+
+def test_a_job_on_megatron_is_accepted_and_new():
+    found = judged(
+        "model_engine=megatron", "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    )
+    assert found["accepted"] and by_key(found["untried"])["actor_rollout_ref.actor.strategy"]["given"] == "megatron"
+    assert by_key(found["changes"])["actor_rollout_ref.actor.megatron.param_offload"]["to"] is True
+
+
 def test_the_event_log_records_what_steers_a_rollout_and_nothing_else():
     rollout = {"oversample": {"rate": 0.5}, "segments": {"segment_length": None}, "max_lag": 2, "tail": "none"}
     trainer = {"v1": {"trainer_mode": "mux_separate", "sampler": {"max_off_policy_threshold": 8}}}
@@ -133,13 +150,13 @@ def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
 
 def test_every_refusal_is_named_and_not_only_the_first():
     found = judged(
-        f"{ROLLOUT}.name=trtllm", "model_engine=megatron", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
+        f"{ROLLOUT}.name=trtllm", "model_engine=veomni", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
         "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut", "algorithm.adv_estimator=grpo",
     )  # fmt: skip
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "distillation.enabled": True, **dict.fromkeys(roles, "megatron"), "actor_rollout_ref.model.lora_rank": 8,
+        "distillation.enabled": True, **dict.fromkeys(roles, "veomni"), "actor_rollout_ref.model.lora_rank": 8,
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
     assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])

@@ -30,6 +30,10 @@ def vllm(**given):
     return {f"{REF}__rollout__name": "vllm", f"{REF}__rollout__engine_kwargs__vllm": given}
 
 
+def megatron(**given):
+    return {f"{REF}__actor__strategy": "megatron", f"{REF}__actor__megatron": given}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -72,10 +76,14 @@ def vllm(**given):
         ({f"{MODEL}__lora_rank": 8}, ["model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"]),
         ({f"{MODEL}__lora__rank": 8}, ["model.lora.rank=8 needs"]),
         ({f"{MODEL}__lora_adapter_path": "a"}, ["model.lora_adapter_path=a needs"]),
-        ({f"{REF}__actor__strategy": "megatron"}, ["actor_rollout_ref.actor.strategy=megatron is not supported"]),
-        ({f"{REF}__actor__strategy": "veomni"}, ["allowed: fsdp, fsdp2"]),
+        ({f"{REF}__actor__strategy": "megatron"}, ["strategy=megatron has no keys under", "set model_engine=megatron"]),
+        (megatron(dynamic_context_parallel=True), ["megatron.dynamic_context_parallel=True is not supported", "allowed: False"]),
+        (megatron(use_megatron_fsdp=True), ["use_megatron_fsdp=True", "no job has shown that its states leave the device"]),
+        (megatron(use_distributed_optimizer=False), ["moves the distributed optimizer's states alone; allowed: True"]),
+        (megatron() | {f"{REF}__actor__optim__optimizer": "muon"}, ["optim.optimizer=muon", "moves Adam's", "allowed: adam"]),
+        ({f"{REF}__actor__strategy": "veomni"}, ["no job has shown", "allowed: fsdp, fsdp2, megatron"]),
         ({f"{REF}__ref__strategy": "torchtitan"}, ["actor_rollout_ref.ref.strategy=torchtitan"]),
-        ({"critic__strategy": "megatron", "algorithm__adv_estimator": "gae"}, ["critic.strategy=megatron"]),
+        ({"critic__strategy": "veomni", "algorithm__adv_estimator": "gae"}, ["critic.strategy=veomni"]),
     ],
 )
 def test_it_is_refused_by_name(changes, words):
@@ -93,7 +101,8 @@ def test_it_is_refused_by_name(changes, words):
         vllm(speculative_config={"method": "ngram"}, kv_cache_dtype="fp8"),
         {f"{MODEL}__mtp": {"enable": True, "enable_rollout": False}},
         {f"{REF}__actor__strategy": "fsdp"},
-        {"critic__strategy": "megatron", "algorithm__adv_estimator": "grpo"},
+        {"critic__strategy": "veomni", "algorithm__adv_estimator": "grpo"},
+        megatron(use_distributed_optimizer=True, tensor_model_parallel_size=2) | {f"{REF}__actor__optim__optimizer": "adam"},
     ],
 )
 def test_what_is_right_passes(changes):
@@ -192,6 +201,25 @@ def test_sequences_are_shared_between_ranks_with_flash_attention_alone(gpu, monk
     if said is None:
         return check_surroundings(config)
     assert f"{role}.fsdp_config.ulysses_sequence_parallel_size=2: {said}" in refusal(config, check_surroundings)
+
+
+@pytest.mark.parametrize(("cpu", "given", "missing"), [
+    (False, {}, "the package megatron.bridge is not installed here; install it, or use fsdp2"),
+    (False, {"vanilla_mbridge": True}, "the package mbridge is not installed here"),
+    (True, {}, "the package mbridge is not installed here"),
+])  # fmt: skip
+def test_megatron_needs_its_packages_and_no_flash_attention(gpu, monkeypatch, cpu, given, missing):
+    gpu()
+    monkeypatch.setenv("VERL_PLATFORM", "cpu" if cpu else "cuda")
+    config = verl_config({}, **megatron(**given))
+    monkeypatch.setattr(job_checks, "_is_installed", lambda package: True)
+    check_surroundings(config)
+    monkeypatch.setattr(job_checks, "_is_installed", lambda package: package == "megatron.core")
+    assert missing in refusal(config, check_surroundings)
+
+
+def test_a_package_below_one_that_is_not_installed_is_not_installed():
+    assert not job_checks._is_installed("no_such_package.part") and job_checks._is_installed("importlib.util")
 
 
 def test_a_machine_that_runs_its_jobs_on_the_cpu_needs_no_flash_attention(gpu, monkeypatch):

@@ -28,17 +28,20 @@ _JOB = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 ]
+_MEGATRON, _SIZE = ["model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.megatron"
 # verl says where an engine and a trainer differ, token by token; both compute in the same type on a CPU.
 _LEAST = 0.99
 
 
 class Layout(NamedTuple):
-    """`engine_gpus`: on the rollout side, or where `mode` has one pool, on that."""
+    """`engine_gpus`: on the rollout side, or where `mode` has one pool, on that. `megatron`: the dimension that its ranks divide;
+    None: FSDP2 shards the model over them."""
 
     mode: str
     engine_gpus: int
     tensor: int
     ranks: int
+    megatron: str | None = None
 
     @property
     def replicas(self) -> int:
@@ -50,6 +53,7 @@ class Layout(NamedTuple):
             f"{rollout}.n_gpus_per_node={self.engine_gpus}",
             f"{rollout}.tensor_model_parallel_size={self.tensor}",
             f"trainer.n_gpus_per_node={self.ranks}",
+            *([] if self.megatron is None else [*_MEGATRON, f"{_SIZE}.{self.megatron}_model_parallel_size={self.ranks}"]),
         ]
 
 
@@ -62,6 +66,9 @@ LAYOUTS = {
     "colocated": Layout("mux_colocate", engine_gpus=1, tensor=1, ranks=1),
     "colocated, TP 2, two ranks": Layout("mux_colocate", engine_gpus=2, tensor=2, ranks=2),
     "colocated, two replicas, two ranks": Layout("mux_colocate", engine_gpus=2, tensor=1, ranks=2),
+    "separate, Megatron TP 2": Layout("mux_separate", engine_gpus=1, tensor=1, ranks=2, megatron="tensor"),
+    "separate, Megatron PP 2": Layout("mux_separate", engine_gpus=1, tensor=1, ranks=2, megatron="pipeline"),
+    "colocated, Megatron TP 2": Layout("mux_colocate", engine_gpus=2, tensor=1, ranks=2, megatron="tensor"),
 }
 
 

@@ -29,7 +29,7 @@ TWO_GPUS = [
 LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
 REFUSED = {
     "fp8": (["+actor_rollout_ref.rollout.quantization=fp8"], "actor_rollout_ref.rollout.quantization=fp8 is not supported"),
-    "megatron": (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy=megatron is not supported"),
+    "megatron": (["actor_rollout_ref.actor.strategy=megatron"], "set model_engine=megatron, which brings them"),
     "unmerged LoRA": (["actor_rollout_ref.model.lora_rank=8"], "syncs whole weights"),
 }
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SEEN = ("verl_mux", "verl_mux_cpu", "bench", "research")
 # Whole modules whose names are another package's interface.
 INTERFACES = ("verl_mux_cpu/verl_cpu.py",)
-REGISTERED = ["@register_trainer", "@CheckpointEngineRegistry.register"]
+REGISTERED = ["@register_trainer", "@CheckpointEngineRegistry.register", "@EngineRegistry.register"]
 KINDS = ("class", "function", "method", "property", "import", "unreachable_code")
 
 # Called by others, by these names.

@@ -169,6 +169,11 @@ class TestStripes:
 
         assert [r.name for r in stripes(weights(), 7, 8)] == drawn == list(FULL)
 
+    def test_a_tensor_that_comes_twice_is_sent_once_and_all_are_drawn(self):
+        twice = iter([("embed", torch.ones(4)), ("norm", torch.ones(2)), ("embed", torch.zeros(4))])
+        found = list(stripes(twice, 0, 1))
+        assert [r.name for r in found] == ["embed", "norm"] and found[0].data.eq(1).all() and next(twice, None) is None
+
     @given(nbytes=st.integers(0, 10_000), ranks=st.integers(1, 33), align=st.sampled_from([1, 16, 64]))
     def test_they_are_aligned_even_and_cover_every_byte_once(self, nbytes, ranks, align):
         cuts = [stripe(nbytes, rank, ranks, align) for rank in range(ranks)]

@@ -134,6 +134,34 @@ def test_roles_of_one_process_sleep_and_wake_each_by_itself(made):
     assert model.weight.isfinite().all()
 
 
+class Stage(torch.nn.Module):
+    """As Megatron's, of a pipeline: parameters lie in one flat buffer, gradients in another, under the name of torch's method."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.randn(WIDTH * WIDTH)
+        self.weight = torch.nn.Parameter(flat.view(WIDTH, WIDTH))
+        self.buffers, self.expert_parallel_buffers = [SimpleNamespace(grad_data=torch.ones(WIDTH * WIDTH))], []
+
+
+def test_megatrons_states_leave_too_and_its_gradients_without_a_copy(made):
+    made("actor")
+    stage = Stage()
+    trained = stage.weight.detach().clone().requires_grad_()
+    inner = torch.optim.Adam([trained])
+    trained.sum().backward()
+    inner.step()
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    states = DeviceStates("actor", SimpleNamespace(module=[stage], optimizer=optimizer))
+    before, size = (stage.weight.detach().clone(), trained.detach().clone()), trained.nbytes
+    asleep = figures(states.sleep())
+    assert asleep["params"] == asleep["gradients"] == (size, 0) and asleep["optimizer"][0] >= 3 * size
+    with pytest.raises(ValueError, match="no host copy"):
+        host_copy(stage.buffers[0].grad_data)
+    assert set(states.wake()) == {"params", "optimizer", "gradients"}
+    assert stage.weight.equal(before[0]) and trained.equal(before[1])
+
+
 def on(cuda, **config):
     engine = cuda.engine(**config)
     return cuda.calls, engine, DeviceStates("actor", engine)
@@ -173,6 +201,16 @@ def test_what_fsdp_moves_by_itself_is_left_to_it(cuda, config):
     states.sleep()
     call(engine, "eval")
     assert calls.count(("cuda", True, False)) == 0 and not engine.is_param_offload_enabled
+
+
+def test_megatrons_frozen_models_are_moved_once_too(cuda):
+    calls, engine, states = on(cuda, forward_only=True)
+    del engine.engine_config.offload_policy
+    states.sleep()
+    states.wake()
+    calls.clear()
+    call(engine, "eval")
+    assert calls == [] and not engine.is_param_offload_enabled
 
 
 class Twin:

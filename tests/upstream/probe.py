@@ -16,6 +16,7 @@ import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,8 +40,10 @@ def imported_names() -> list[str]:
 
 
 def is_here(name: str) -> bool:
-    """Not of an engine, or of verl's part for one, whose package another environment has."""
+    """Not of an engine, or of verl's part for one, whose package another environment has; and Megatron's alike."""
     absent = set(engines()) - {engine.name for engine in installed()}
+    if find_spec("megatron") is None and (".megatron." in name or name.startswith(("megatron.", "mbridge."))):
+        return False
     return not any(name.startswith(f"{engine}.") or f".{engine}_rollout" in name for engine in absent)
 
 

@@ -457,6 +457,44 @@ def on_a_cpu_vllm_packs_weights_unless_onednn_is_away():
     steps_of(GPUModelRunner._bookkeeping_sync, "gen.set_offset(gen.get_offset() - 4)")
 
 
+def verls_megatron_engine_moves_what_a_distributed_optimizer_has_and_nothing_else():
+    from verl.utils import megatron_utils
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    steps_of(
+        MegatronEngine.to, "load_megatron_model_to_gpu(self.module, load_grad=grad)", "load_megatron_optimizer(self.optimizer)",
+        "offload_megatron_model_to_cpu(self.module)", "offload_megatron_optimizer(self.optimizer)",
+    )  # fmt: skip
+    steps_of(
+        megatron_utils.offload_megatron_model_to_cpu, "model_chunk.buffers, model_chunk.expert_parallel_buffers",
+        "buffer.param_data.storage().resize_(0)", "buffer.grad_data.storage().resize_(0)",
+    )  # fmt: skip
+    steps_of(megatron_utils.offload_megatron_copy_params, '"shard_fp32_from_float16_groups"')
+    steps_of(megatron_utils.offload_megatron_optimizer, 'v["exp_avg"]', 'v["exp_avg_sq"]')
+
+
+def a_megatron_engine_zeroes_the_gradients_that_came_back_without_values():
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    steps_of(BaseEngine.train_batch, "self.optimizer_zero_grad()", "self.forward_backward_batch(")
+    steps_of(MegatronEngine.optimizer_zero_grad, "chunk.zero_grad_buffer()")
+
+
+def only_fsdp_has_a_policy_by_which_it_moves_layers_itself():
+    from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
+
+    assert "offload_policy" in defaults(FSDPEngineConfig) and "offload_policy" not in defaults(McoreEngineConfig)
+
+
+def mbridge_exports_full_tensors_of_its_layers_by_names_that_we_add_to():
+    from mbridge.core.llm_bridge import LLMBridge
+
+    steps_of(LLMBridge._weight_name_mapping_mcore_to_hf, "_weight_name_mapping_mlp(", "_weight_name_mapping_other(")
+    steps_of(LLMBridge._model_provider, "self._get_transformer_layer_spec(vp_stage)", "self.has_vp_stage")
+    assert isinstance(LLMBridge._OTHER_MAPPING, dict) and isinstance(LLMBridge._MLP_MAPPING, dict)
+
+
 PROTOCOLS = {
     name: found
     for name, found in list(globals().items())

@@ -22,7 +22,7 @@ SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 
-SYMBOLS = [*upstream.VERL, *(symbol for engine in installed() for symbol in engine.symbols)]
+SYMBOLS = [*filter(lambda it: is_here(it.name), upstream.VERL), *(it for engine in installed() for it in engine.symbols)]
 
 _ALONE = (
     "init prepare_step on_step_begin on_step_end on_sample_end on_validate_begin on_validate_end "

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import engine_of, model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import MEGATRON, engine_of, model_config, read_mux, refused, refused_surroundings, untried
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -138,7 +138,8 @@ def _imply_memory(config: DictConfig) -> None:
     if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
         buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        engine = role.get("fsdp_config") or role.get("fsdp") or (role.get("model") or {}).get("fsdp_config")
+        engine = role.get("megatron") or role.get("fsdp_config") or role.get("fsdp")
+        engine = engine or (role.get("model") or {}).get("fsdp_config")
         for key in ("param_offload", "optimizer_offload"):
             if engine is not None and key in engine:
                 engine[key] = True
@@ -167,9 +168,14 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
 def _imply_cpu(config: DictConfig) -> None:
     config.trainer.device = "cpu"
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    for role in (actor, config.actor_rollout_ref.ref, config.critic):
+        if role.get("strategy") == MEGATRON:
+            role.megatron.vanilla_mbridge = True  # Megatron-Bridge needs Transformer Engine, which needs CUDA
     for role in (actor, config.actor_rollout_ref.ref):
-        role.strategy = "fsdp2"
         role.use_torch_compile = False
+        if role.strategy == MEGATRON:
+            continue
+        role.strategy = "fsdp2"
         role.fsdp_config.use_torch_compile = False
         if not cpu_part("has_bf16_products")() and not role.fsdp_config.get("mixed_precision"):
             role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
@@ -209,7 +215,8 @@ _SECTIONS = (
 )  # fmt: skip
 # Where these are left out, nothing is wrong.
 _PARTS = tuple(f"actor_rollout_ref.{part}" for part in (
-    "actor.fsdp_config", "ref.fsdp_config", "rollout.engine_kwargs", "rollout.checkpoint_engine.engine_kwargs",
+    "actor.fsdp_config", "ref.fsdp_config", "actor.megatron", "ref.megatron", "rollout.engine_kwargs",
+    "rollout.checkpoint_engine.engine_kwargs",
     *(f"rollout.engine_kwargs.{name}" for name in plugin.ENGINES),
 ))  # fmt: skip
 _MODE, _POOL = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"

@@ -205,7 +205,11 @@ def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- device memory
 
-_STRATEGIES = ("fsdp", "fsdp2")
+MEGATRON = "megatron"
+_STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
+_UNSEEN = "no job has shown that its states leave the device"
+# Keys of Megatron's.
+_MEGATRON_UNSEEN = ("dynamic_context_parallel", "use_megatron_fsdp")
 _WINDOWS = ("sliding_attention", "chunked_attention")
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
@@ -213,10 +217,12 @@ _QUANTIZED = ("quantization_config", "compression_config")
 
 def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator[Refusal]:
     """Each of these is right in verl's own trainer modes, where no other job wants the device."""
-    # verl's other training engines have offload keys of their own, and none has been seen to leave the device.
-    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if _has_critic(config) else [])):
-        if OmegaConf.select(config, f"{role}.strategy") not in (None, *_STRATEGIES):
-            yield from _forbid(config, [f"{role}.strategy"], unsupported, ", ".join(_STRATEGIES))
+    for role in _trained_roles(config):
+        strategy = OmegaConf.select(config, f"{role}.strategy")
+        if strategy not in (None, *_STRATEGIES):
+            yield from _forbid(config, [f"{role}.strategy"], f"{unsupported}: {_UNSEEN}", ", ".join(_STRATEGIES))
+        if strategy == MEGATRON:
+            yield from _refused_megatron(config, role, unsupported)
     model = "actor_rollout_ref.model"
     if not OmegaConf.select(config, f"{model}.lora.merge"):
         for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):  # three spellings of one choice
@@ -233,6 +239,27 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         for name, why, allowed in engine.refused_arguments(given):
             line = f"{arguments}.{name}={given[name]} {unsupported}: {why}; allowed: {allowed}"
             yield Refusal(line, f"{arguments}.{name}", given[name])
+
+
+def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterator[Refusal]:
+    """What of Megatron verl leaves on the device, or no job has shown to leave it."""
+    keys = OmegaConf.select(config, f"{role}.{MEGATRON}")
+    if keys is None:
+        line = f"{role}.strategy={MEGATRON} has no keys under {role}.{MEGATRON}; set model_engine={MEGATRON}, which brings them"
+        yield Refusal(line, f"{role}.strategy", MEGATRON)
+        return
+    yield from _forbid(config, [f"{role}.{MEGATRON}.{key}" for key in _MEGATRON_UNSEEN], f"{unsupported}: {_UNSEEN}", "False")
+    if keys.get("use_distributed_optimizer") is False:
+        key, why = f"{role}.{MEGATRON}.use_distributed_optimizer", "verl moves the distributed optimizer's states alone"
+        yield Refusal(f"{key}=False {unsupported}: {why}; allowed: True", key, False)
+    key = f"{role}.optim.optimizer"
+    if (optimizer := OmegaConf.select(config, key)) not in (None, "adam"):
+        why = f"with {role}.strategy={MEGATRON} verl moves Adam's states alone"
+        yield Refusal(f"{key}={optimizer} {unsupported}: {why}; allowed: adam", key, optimizer)
+
+
+def _trained_roles(config: DictConfig) -> tuple[str, ...]:
+    return "actor_rollout_ref.actor", "actor_rollout_ref.ref", *(("critic",) if _has_critic(config) else ())
 
 
 def _has_critic(config: DictConfig) -> bool:
@@ -253,6 +280,7 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
     yield from _refused_attention(config)
     yield from _refused_sequence_parallel(config)
+    yield from _missing_megatron(config)
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
@@ -267,7 +295,7 @@ def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
     """Ulysses without flash-attn: verl passes sequences between ranks inside flash-attn's calls alone, so with another attention
     each rank would train on its own part of a sequence as if that were the whole."""
     key, attention = "fsdp_config.ulysses_sequence_parallel_size", "model.override_config.attn_implementation"
-    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", *(["critic"] if _has_critic(config) else [])):
+    for role in _trained_roles(config):
         ranks = OmegaConf.select(config, f"{role}.{key}") or 1
         other = f"critic.{attention}" if role == "critic" else f"actor_rollout_ref.{attention}"
         kind = OmegaConf.select(config, other) or FLASH_ATTENTION
@@ -276,12 +304,33 @@ def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
             yield Refusal(f"{role}.{key}={ranks}: {why}; allowed: 1, or flash-attn on a GPU", f"{role}.{key}", ranks)
 
 
+def _missing_megatron(config: DictConfig) -> Iterator[Refusal]:
+    """Megatron's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
+    key = "actor_rollout_ref.actor.strategy"
+    if OmegaConf.select(config, key) != MEGATRON or not (accelerator_present() or cpu_platform_wanted()):
+        return
+    vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
+    for package in ("megatron.core", "mbridge" if vanilla else "megatron.bridge"):
+        if not _is_installed(package):
+            line = f"{key}={MEGATRON}: the package {package} is not installed here; install it, or use fsdp2"
+            yield Refusal(line, key, MEGATRON)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
 def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
     """flash-attn 2, which verl asks for by default, where neither it nor its substitute is to be had: transformers finds that out
     minutes after the start. Only where this machine has a GPU; another one does not say what the workers' machines have."""
     if not accelerator_present() or cpu_platform_wanted([]) or torch_cuda() is None or has_flash_attention():
         return
-    roles = ["actor_rollout_ref.model", *(["critic.model"] if _has_critic(config) else [])]
+    models = {"actor_rollout_ref.actor": "actor_rollout_ref.model", "critic": "critic.model"}
+    trained = [role for role in _trained_roles(config) if OmegaConf.select(config, f"{role}.strategy") != MEGATRON]
+    roles = [models[role] for role in trained if role in models]
     given = {key: OmegaConf.select(config, key) for key in (f"{role}.override_config.attn_implementation" for role in roles)}
     asked = [key for key, value in given.items() if value in (None, FLASH_ATTENTION)]
     if not asked or hub_has_flash_attention():
@@ -318,6 +367,7 @@ _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.device", ("cpu",), "no job has run on it"),
     ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
     ("algorithm.adv_estimator", ("grpo",), _NONE),
+    ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
     ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", (1,), _NONE),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
     (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),

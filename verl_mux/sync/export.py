@@ -95,8 +95,13 @@ def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, in
 
 def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:
     """This rank's stripe of every full tensor, copied; drains `weights` on every rank, since producing them may be a collective.
-    The caller may use their memory again for the next, or free it."""
+    The caller may use their memory again for the next, or free it. A tied embedding comes twice from Megatron where the first and
+    the last stage of its pipeline have it; once is enough."""
+    seen: set[str] = set()
     for name, tensor in weights:
+        if name in seen:
+            continue
+        seen.add(name)
         start, end = stripe(tensor.nbytes, rank, ranks)
         flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].to("cpu", copy=True)
         yield Range(name, tensor.dtype, tuple(tensor.shape), start, flat.view(tensor.dtype))

@@ -38,14 +38,14 @@ from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tie
 from verl_mux.trainer.fsdp_states import local, offload_model, offload_optimizer, take_over
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
-# Tags of a trainer's states; gradients live within a train phase only.
-TRAIN_TAGS = ("params", "optimizer")
+# Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
+TRAIN_TAGS = ("params", "optimizer", "gradients")
 
 
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA they move once each a phase, into this process's arena, and back by verl's own call: while they are awake, the calls
+    On CUDA they move once each a phase, FSDP2's into this process's arena, and back by verl's own call: while they are awake, the calls
     with which verl loads and offloads around each pass leave them where they are. On a CPU the device is host memory too: the
     states are paused with a host copy.
 
@@ -61,8 +61,9 @@ class DeviceStates:
             return {"params": self._offload()}
         moves, saver = {}, _cpu_saver()
         for tag in TRAIN_TAGS:
-            if not saver.is_paused(key := (self._role, tag)):
-                saver.track(key, [local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)])
+            states = [local(it) for it in self._states(tag) if isinstance(it, torch.Tensor)]
+            if not saver.is_paused(key := (self._role, tag)) and (states or tag != "gradients"):
+                saver.track(key, states, enable_cpu_backup=tag != "gradients")
                 moves[tag] = saver.pause(key)
         return moves
 
@@ -82,29 +83,48 @@ class DeviceStates:
         return Moved(taken, taken, time.perf_counter() - started)
 
     def _moved_by_calls(self, moved: bool) -> None:
-        """Whether verl's calls load and offload the states, which completion.py asks for. Frozen models, and states under FSDP's
-        own offload policy, are moved by FSDP layer by layer, out of the arena once they lie there."""
+        """Whether verl's calls load and offload the states, which completion.py asks for. FSDP moves frozen models, and states
+        under an offload policy of its own, layer by layer, out of the arena once they lie there."""
         config = self._engine.engine_config
-        if not (config.forward_only or config.offload_policy):
+        by_layer = hasattr(config, "offload_policy") and (config.forward_only or config.offload_policy)
+        if not by_layer:
             self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
 
     def _offload(self) -> Moved:
         started, device = time.perf_counter(), get_torch_device()
         before = device.memory_allocated()
         self._moved_by_calls(True)
-        offload_model(self._engine.module, empty_cache=False)
-        if (optimizer := getattr(self._engine, "optimizer", None)) is not None:
-            offload_optimizer(optimizer)
+        if isinstance(self._engine.module, list):  # Megatron's; verl moves its flat buffers
+            self._engine.to("cpu", model=True, optimizer=True, grad=True)
+            device.synchronize()
+        else:
+            offload_model(self._engine.module, empty_cache=False)
+            if (optimizer := getattr(self._engine, "optimizer", None)) is not None:
+                offload_optimizer(optimizer)
         device.empty_cache()
         # Of a frozen model FSDP has pinned the shards by itself, and torch would keep that memory.
         torch._C._host_emptyCache()
         return Moved(max(before - device.memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _states(self, tag: str) -> list[Any]:
+        """Megatron has a list of modules, stages of a pipeline, each with flat buffers under the name of torch's method, and an
+        optimizer of optimizers that train copies in fp32."""
+        module = self._engine.module
+        stages = module if isinstance(module, list) else [module]
         if tag == "params":
-            return [*self._engine.module.parameters(), *self._engine.module.buffers()]
+            return [it for stage in stages for it in (*stage.parameters(), *torch.nn.Module.buffers(stage))]
+        if tag == "gradients":
+            flat = [stage for stage in stages if isinstance(stage.buffers, list)]
+            return [it.grad_data for stage in flat for it in (*stage.buffers, *stage.expert_parallel_buffers)]
         optimizer = getattr(self._engine, "optimizer", None)
-        return [value for state in optimizer.state.values() for value in state.values()] if optimizer is not None else []
+        inner = [getattr(it, "optimizer", it) for it in getattr(optimizer, "chained_optimizers", [optimizer])]
+        return [it for one in inner if one is not None for it in _states_of(one)]
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What it keeps of each parameter, and the parameters, where they are not the model's own."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [*kept, *(param for group in optimizer.param_groups for param in group["params"])]
 
 
 def _cpu_saver() -> Any:
@@ -193,9 +213,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
-        if getattr(self, "actor", None) is not None and self._exported is None:
-            self._export()
-        return super().mux_sleep()
+        exported = self._export() if getattr(self, "actor", None) is not None and self._exported is None else {}
+        return super().mux_sleep() | exported
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_wake(self, token: int) -> Moves:
@@ -217,13 +236,15 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
             part = list(row_shards(params, dtype, self.rank, tied))
         return await self.checkpoint_engine.send_weights(part, global_steps)
 
-    def _export(self) -> None:
+    def _export(self) -> Moves:
         """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
-        engine = self.actor.engine
-        if not are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
-            weights, _ = engine.get_per_tensor_param()
-            dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-            self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        engine, began = self.actor.engine, time.perf_counter()
+        if are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
+            return {}
+        weights, _ = engine.get_per_tensor_param()
+        dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
+        self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        return {"exported": Moved(sum(part.nbytes for part in self._exported), 0, time.perf_counter() - began)}
 
     def _states(self) -> list[DeviceStates]:
         held = {role: getattr(self, role, None) for role in ("actor", "ref")}

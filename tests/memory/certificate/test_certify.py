@@ -196,6 +196,27 @@ def test_what_a_run_measured_takes_the_place_of_the_formula_and_names_are_unique
         certificate(seven_billion(), seven_billion())
 
 
+def on_megatron(model, **parallel):
+    return read_job(verl(actor={"strategy": "megatron", "megatron": parallel}), model)
+
+
+def test_a_rank_of_megatrons_holds_its_part_and_the_optimizer_is_divided_over_all():
+    found = certificate(on_megatron(QWEN25_7B, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+    layer = 2 * 3584 * 1792 + 2 * 3584 * 256 + 1792 + 512 + 3 * 3584 * 9472 + 2 * 3584
+    part = 14 * layer + 152064 // 2 * 3584 + 3584
+    held = found.gpus["t0"].phases["train"].bytes
+    assert (held["weights"], held["gradients"], held["optimizer"]) == (2 * part, 4 * part, 12 * part // 2)
+    host = found.hosts["t0"].bytes
+    assert host["parameters"] == 8 * 2 * part and host["exported"] == 2 * 7_615_616_512
+
+
+def test_experts_are_divided_over_ranks_of_their_own():
+    held = certificate(on_megatron(QWEN3_30B_A3B, expert_model_parallel_size=8)).gpus["t0"].phases["train"].bytes
+    layer = (2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128) + 2 * 2048 + 2048 * 128 + 16 * 3 * 2048 * 768  # 16 of 128 experts
+    assert held["weights"] == 2 * (48 * layer + 2 * 151936 * 2048 + 2048)
+    assert held["optimizer"] == 12 * 30_532_122_624 // 8
+
+
 def test_adapters_are_what_is_trained():
     job = read_job(verl(model={"lora_rank": 16, "lora": {"merge": True}}), QWEN25_7B)
     phase = certificate(job).gpus["t0"].phases["train"]
@@ -206,7 +227,7 @@ def test_adapters_are_what_is_trained():
 @pytest.mark.parametrize(
     ("actor", "rollout", "words"),
     [
-        ({"strategy": "megatron"}, {}, "strategy=megatron: the certificate knows fsdp and fsdp2"),
+        ({"strategy": "veomni"}, {}, "strategy=veomni: the certificate knows fsdp, fsdp2 and megatron"),
         ({}, {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; a number between 0 and 1"),
         ({}, {"tensor_model_parallel_size": 3}, "8 rollout GPUs hold no replicas of 3"),
         ({}, {"dtype": "int7"}, "rollout.dtype is 'int7'; the certificate knows"),

@@ -164,7 +164,8 @@ def host_states(job: Job, side: str) -> dict[str, int]:
     states = device.train(job, 0)
     # Each replica of the shards (HSDP) has a copy of its own.
     kinds = {"parameters": states["weights"] * training.gpus_per_node, "optimizer": states["optimizer"] * training.gpus_per_node}
-    if training.lora or job.model.experts:  # what is not sent from the shards is exported before they sleep
+    # What is not sent from the shards is exported before they sleep.
+    if training.lora or job.model.experts or training.megatron is not None:
         kinds["exported"] = job.model.total * engine.bytes // training.nodes
     return kinds
 

@@ -8,6 +8,8 @@ from verl_mux.memory.certificate.job import Job
 
 # fp32: the first and second moment of Adam.
 _ADAM_BYTES = 8
+# Megatron: a parameter in bf16, its gradient in fp32, and what its distributed optimizer has: an fp32 copy and both moments.
+_MEGATRON_WEIGHT, _MEGATRON_GRADIENT, _MEGATRON_STATES = 2, 4, 4 + _ADAM_BYTES
 # Rotary tables are fp32 or the engine's type; one for all layers.
 _TABLE_BYTES = 4
 # Of hidden states, queries, keys, values and the MLP's two wide ones, in the computing type; plus the sampled logits in fp32,
@@ -96,6 +98,8 @@ def sync(job: Job, _capacity: int) -> dict[str, int]:
 def train(job: Job, _capacity: int) -> dict[str, int]:
     """FSDP: parameters, gradients and Adam's moments of this rank's shard; one layer and the next gathered, and the embeddings;
     activations at their largest. Reference and critic hold their shards beside the actor's."""
+    if job.training.megatron is not None:
+        return {**_megatron_states(job), "activations": _training_activations(job), **kept(job, "train")}
     it, total = job.training, job.model.total
     adapters = job.model.lora(it.lora) if it.lora else 0
     trained = (adapters or total) + (total if it.critic else 0)
@@ -112,6 +116,24 @@ def train(job: Job, _capacity: int) -> dict[str, int]:
     }
 
 
+def _megatron_states(job: Job) -> dict[str, int]:
+    """Of its fullest rank. Each parameter's optimizer states are there once, divided evenly over the ranks that have it."""
+    it, model, parts = job.training, job.model, job.training.megatron
+    assert parts is not None
+    part = model.on_gpu(parts.tensor, parts.experts if model.experts else parts.tensor, parts.pipeline)
+    adapters = -(-model.lora(it.lora) // (parts.tensor * parts.pipeline)) if it.lora else 0
+    critic = part if it.critic else 0
+    trained = (adapters or part) + critic
+    held = part + adapters + critic + (part if it.reference and not it.lora else 0)
+    # Experts have fewer ranks with the same part than the rest has.
+    everywhere = max(trained * parts.tensor * parts.pipeline, 0 if adapters else model.total * (2 if critic else 1))
+    return {
+        "weights": held * _MEGATRON_WEIGHT,
+        "gradients": trained * _MEGATRON_GRADIENT,
+        "optimizer": -(-everywhere * _MEGATRON_STATES // it.ranks),
+    }
+
+
 def _gathered(job: Job) -> int:
     if job.training.shards == 1:
         return 0
@@ -122,10 +144,11 @@ def _training_activations(job: Job) -> int:
     """With recomputation a layer's input each and one layer's insides; without, all insides. Logits, their gradient in the
     computing type and one fp32 copy of them, unless fused kernels never make them."""
     it, model = job.training, job.model
+    tensor = it.megatron.tensor if it.megatron is not None else 1
     width = max(model.width, model.active * model.expert_width + model.shared_width)
-    inside = 8 * model.hidden + 2 * model.query + 4 * model.kv_heads * model.head_dim + 4 * width
+    inside = 8 * model.hidden + (2 * model.query + 4 * model.kv_heads * model.head_dim + 4 * width) // tensor
     layers = model.layers * model.hidden + inside if it.recompute else model.layers * inside
-    logits = 0 if it.fused_logits else model.vocabulary * (2 * it.gathered_bytes + 4)
+    logits = 0 if it.fused_logits else model.vocabulary // tensor * (2 * it.gathered_bytes + 4)
     return it.tokens * (layers * it.gathered_bytes + logits)
 
 

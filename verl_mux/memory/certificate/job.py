@@ -18,6 +18,7 @@ from verl_mux.memory.certificate.decoder import Decoder, decoder
 from verl_mux.platform.charges import Charges
 
 _ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_MEGATRON, _DIMENSIONS = f"{_ACTOR}.megatron", ("tensor", "pipeline", "expert")
 # verl names what torch names, and short; `auto` is the model's own type, which is bf16 for all that are trained so.
 _BYTES = {"auto": 2, "float32": 4, "fp32": 4, "float": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2, "fp8": 1,
           "fp8_e4m3": 1, "fp8_e5m2": 1}  # fmt: skip
@@ -57,9 +58,17 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor * self.data * self.pipeline
 
 
+class Parallel(msgspec.Struct, frozen=True, kw_only=True):
+    """How Megatron divides a model. experts: ranks that experts are divided over, whole ones and parts."""
+
+    tensor: int
+    pipeline: int
+    experts: int
+
+
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer. shards: ranks that states are split over (FSDP; fsdp_size). gathered_bytes: of a parameter while a layer
-    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained."""
+    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained. megatron: None: FSDP."""
 
     nodes: int
     gpus_per_node: int
@@ -72,6 +81,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool
     critic: bool
     lora: int
+    megatron: Parallel | None = None
 
     @property
     def ranks(self) -> int:
@@ -176,8 +186,9 @@ def _engine(config: Mapping[str, Any], colocated: bool, job: str) -> Engine:
 
 def _training(config: Mapping[str, Any], job: str) -> Training:
     strategy = at(config, f"{_ACTOR}.strategy", "fsdp")
-    if strategy not in ("fsdp", "fsdp2"):
-        raise UserError(f"job {job!r}: {_ACTOR}.strategy={strategy}: the certificate knows fsdp and fsdp2")
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        raise UserError(f"job {job!r}: {_ACTOR}.strategy={strategy}: the certificate knows fsdp, fsdp2 and megatron")
+    megatron = _parallel(config) if strategy == "megatron" else None
     nodes, gpus = _count(config, "trainer.nnodes"), _count(config, "trainer.n_gpus_per_node")
     size = f"{_ACTOR}.fsdp_config.fsdp_size"
     model = "actor_rollout_ref.model"
@@ -185,18 +196,29 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
     dynamic = bool(at(config, f"{_ACTOR}.use_dynamic_bsz"))
     micro = _count(config, f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)
     tokens = _count(config, f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384) if dynamic else micro * longest
+    shared = f"{_ACTOR}.ulysses_sequence_parallel_size" if megatron is None else f"{_MEGATRON}.context_parallel_size"
+    granularity = f"{_MEGATRON}.override_transformer_config.recompute_granularity"
+    recompute = at(config, f"{model}.enable_gradient_checkpointing", True)
     return Training(
         nodes=nodes,
         gpus_per_node=gpus,
         shards=nodes * gpus if at(config, size, -1) == -1 else _count(config, size),
         state_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.model_dtype", "fp32"),
         gathered_bytes=_bytes_of(config, f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype", "bf16"),
-        tokens=-(-tokens // _count(config, f"{_ACTOR}.ulysses_sequence_parallel_size", 1)),
-        recompute=bool(at(config, f"{model}.enable_gradient_checkpointing", True)),
+        tokens=-(-tokens // _count(config, shared, 1)),
+        recompute=bool(recompute) if megatron is None else at(config, granularity) == "full",
         fused_logits=bool(at(config, f"{model}.use_fused_kernels")),
         reference=bool(at(config, f"{_ACTOR}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward")),
         critic=at(config, "algorithm.adv_estimator") == "gae",
         lora=next((_count(config, key) for key in (f"{model}.lora.rank", f"{model}.lora_rank") if at(config, key)), 0),
+        megatron=megatron,
+    )
+
+
+def _parallel(config: Mapping[str, Any]) -> Parallel:
+    tensor, pipeline, experts = (_count(config, f"{_MEGATRON}.{kind}_model_parallel_size", 1) for kind in _DIMENSIONS)
+    return Parallel(
+        tensor=tensor, pipeline=pipeline, experts=experts * _count(config, f"{_MEGATRON}.expert_tensor_parallel_size", tensor)
     )
 
 

@@ -1,0 +1,110 @@
+"""verl's Megatron engines on the CPU. Imported after `verl.workers.engine.megatron`, where Megatron-Core is installed.
+
+Megatron-Core names CUDA where it makes tensors, and has its layers from Transformer Engine. Once a process has made such an
+engine, these names mean the CPU there; the engine's layers are Megatron-Core's own. Runs in training workers; touches torch's
+functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+
+# Functions that make tensors on a device, which Megatron-Core calls with device="cuda".
+_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
+# mbridge knows the norms of Transformer Engine's layers, which are parts of the matrices after them.
+_LAYER = "model.layers.{layer_number}"
+_NORMS = {
+    "_OTHER_MAPPING": {"input_layernorm.weight": [f"{_LAYER}.input_layernorm.weight"]},
+    "_MLP_MAPPING": {"pre_mlp_layernorm.weight": [f"{_LAYER}.post_attention_layernorm.weight"]},
+}
+
+
+class CausalAttention(DotProductAttention):
+    """torch's, over sequences padded on the right: under a causal mask no token sees its padding."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """All are [tokens, batch, heads, size of a head]; returns [tokens, batch, heads * size]."""
+        heads_first = [it.permute(1, 2, 0, 3) for it in (query, key, value)]
+        found = torch.nn.functional.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+class _OnCpu:
+    """What both engines do another way."""
+
+    bridge: Any
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        cuda_means_cpu()
+        engine_config.override_transformer_config["sequence_parallel"] = False  # which torch's norms do not know
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()
+        for name, ours in _NORMS.items():
+            setattr(self.bridge, name, {**getattr(self.bridge, name), **ours})
+        self.bridge.has_vp_stage = True
+        self.bridge._get_transformer_layer_spec = functools.partial(_own_layers, self.bridge)
+
+
+def _own_layers(bridge: Any, vp_stage: int | None = None) -> Any:
+    """Megatron-Core's own layers, for this rank's stage."""
+    block = get_gpt_decoder_block_spec(bridge.config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    return block
+
+
+@EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
+class CpuMegatronEngine(_OnCpu, MegatronEngineWithLMHead):
+    """verl's, of a policy or a reference."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="megatron", device="cpu")
+class CpuMegatronCritic(_OnCpu, MegatronEngineWithValueHead):
+    """verl's, of a critic."""
+
+
+@functools.cache
+def cuda_means_cpu() -> None:
+    """In this process, for good: where Megatron-Core asks for the CUDA device it gets the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch._dynamo.config.disable = True  # compiling for the CPU takes longer than a small job
+    initialize_rng_tracker(inference_rng_tracker=True)  # it tracks nothing: there is no CUDA generator
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Optimizers of Megatron-Core know parameters by the names of their types on CUDA."""
+
+    @functools.wraps(type_of)
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return named
