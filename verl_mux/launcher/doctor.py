@@ -33,6 +33,7 @@ from verl_mux.launcher.plan_memory import certificate, configs_of
 from verl_mux.launcher.run_processes import composed, require_verl
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
 from verl_mux.platform.cuda_packages import FLASH_ATTENTION
+from verl_mux.platform.host_memory import room
 from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.yaml_file import read_yaml
 
@@ -143,7 +144,8 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     needed = (
         f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
     )
-    yield _enough("host memory", psutil.virtual_memory().available, _DEMO_HOST_GIB, needed)
+    memory = room()
+    yield _enough("host memory", memory.available, _DEMO_HOST_GIB, needed, memory.source)
     yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
     yield _space(os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs go below the working directory; free some space")
     yield _ports()
@@ -200,9 +202,9 @@ def _space(path: str, wanted: float, advice: str) -> Check:
     return _enough(path, shutil.disk_usage(path).free, wanted, advice)
 
 
-def _enough(name: str, free: int, wanted_gib: float, advice: str) -> Check:
+def _enough(name: str, free: int, wanted_gib: float, advice: str, source: str = "") -> Check:
     ok = free >= wanted_gib * 2**30
-    return Check(name, ok, f"{free / 2**30:.1f} GiB free", "" if ok else advice)
+    return Check(name, ok, f"{free / 2**30:.1f} GiB free{source and f' of {source}'}", "" if ok else advice)
 
 
 def _ports() -> Check:
