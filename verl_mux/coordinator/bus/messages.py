@@ -42,12 +42,14 @@ TAGS_ON_A_NODE = 64
 MOST_ADDRESSES = 4096
 
 Name = Annotated[str, Meta(max_length=256)]
+Id = Annotated[str, Meta(min_length=1, max_length=256)]  # what is known by none is not on record under an empty name
 # Texts that `status` shows hold nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or that turns
 # the direction of writing. Checked where they come in: names in a job's other messages must be those it registered.
 _ALWAYS_REFUSED = r"\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 _PLAIN_NAME = rf"\A[^\x00-\x0a{_ALWAYS_REFUSED}]*\Z"
 _PLAIN_TEXT = rf"\A[^\x00-\x08{_ALWAYS_REFUSED}]*\Z"
 ShownName = Annotated[str, Meta(max_length=256, pattern=_PLAIN_NAME)]
+ShownId = Annotated[str, Meta(min_length=1, max_length=256, pattern=_PLAIN_NAME)]
 Text = Annotated[str, Meta(max_length=4096, pattern=_PLAIN_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # The state machine refuses a negative step, in better words.
@@ -82,9 +84,9 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
 
 
 class FromJob(Message, kw_only=True, frozen=True):
-    job: Name
-    uid: Name
-    client: Name
+    job: Id
+    uid: Id
+    client: Id
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -120,9 +122,9 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
 class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """Asks to be taken as a job, or as one more client of it."""
 
-    job: ShownName
-    uid: ShownName
-    client: ShownName
+    job: ShownId
+    uid: ShownId
+    client: ShownId
     # Of the driver.
     host: ShownName
     pid: Count
@@ -366,8 +368,8 @@ class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
     """From a launcher: the driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another
     start runs. Where jobs are expected (`expect_jobs`), one that never registered counts as arrived."""
 
-    job: ShownName
-    uid: Name
+    job: ShownId
+    uid: Id
 
 
 class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):

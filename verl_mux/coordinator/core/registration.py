@@ -42,6 +42,8 @@ def _refusal(core: Leases, asked: m.Register, known: Job | None) -> str | None:
     elif known is not None and known.state is not JobState.ENDED:
         doing = "is ending, but its processes are not all gone" if known.state is JobState.DYING else "is running"
         return f"a job named {name!r} {doing} (pid {known.pid} on {known.host}); job names are unique"
+    if "/" in name:
+        return f"job {name!r} has a slash in its name, which names folders; give it another (mux.job, or trainer.experiment_name)"
     if any(job.uid == asked.uid and job.name != name and job.state is not JobState.ENDED for job in jobs.values()):
         return f"job {name!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID"
     if len(clients) >= m.CLIENTS_OF_A_JOB and asked.client not in clients:
