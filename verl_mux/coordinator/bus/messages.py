@@ -40,6 +40,7 @@ REQUESTS_OF_A_JOB = 64
 TAGS_ON_A_NODE = 64
 # kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
 MOST_ADDRESSES = 4096
+MOST_PROCESSES = 4096
 
 Name = Annotated[str, Meta(max_length=256)]
 Id = Annotated[str, Meta(min_length=1, max_length=256)]  # what is known by none is not on record under an empty name
@@ -102,7 +103,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     space: Name = ""
 
 
-Members = Annotated[list[Member], Meta(max_length=4096)]
+Members = Annotated[list[Member], Meta(max_length=MOST_PROCESSES)]
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
@@ -436,7 +437,7 @@ class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     source: Source
     looks: Annotated[list[Look], Meta(max_length=1024)] = []
     dead: Members = []
-    holders: Annotated[list[Holder], Meta(max_length=4096)] = []
+    holders: Annotated[list[Holder], Meta(max_length=MOST_PROCESSES)] = []
     others: Tags = {}
     memory_free: Bytes = 0
     memory_total: Bytes = 0

@@ -125,7 +125,9 @@ def about(lease: Lease) -> dict[str, Any]:
 
 
 def asked_for(source: m.LeaseRequest | Request) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
+    """Each node once: a list of one node in thousands of copies would keep every later request waiting."""
+    fields = {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step")}
+    return {**fields, "nodes": list(dict.fromkeys(source.nodes))}
 
 
 class Leases:
