@@ -23,7 +23,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.leases import LAST_EPOCH, LAST_TOKEN, epoch_of, token_at, tokens_before
+from verl_mux.coordinator.core.leases import LAST_EPOCH, epoch_of, last_possible, token_at, tokens_before
 from verl_mux.coordinator.core.records import Input, Instruction, JobState, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
@@ -108,7 +108,7 @@ class Journal:
             machine = Machine(config, name)
             if not is_first:
                 self.lost = "no journal is kept"
-                machine.settle(LAST_TOKEN)
+                machine.settle(last_possible(time.time()))
                 machine.state.token = token_at(time.time())
             return machine
         try:
@@ -197,7 +197,7 @@ class Journal:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         state.token = max(state.token, tokens_before(number))
         if self.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
-            machine.settle(LAST_TOKEN if epoch is None else max(tokens_before(number), epoch.unknown))
+            machine.settle(last_possible(time.time()) if epoch is None else max(tokens_before(number), epoch.unknown))
         elif state.settle_until is not None:  # the predecessor ended while it settled: all begins anew
             machine.settle(0)
         known_as = snapshot or epoch

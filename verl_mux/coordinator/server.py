@@ -70,6 +70,7 @@ class Coordinator:
         self._bind, self._event_log, self._reread = bind, event_log, reread
         self._journal = Journal(journal_path)
         self._machine = self._journal.restore(config, uuid.uuid4().hex, is_first=bind.endswith((":0", ":*")))
+        self._machine.secret = self._keys.secret
         self._clock = self._journal.clock
         self._machine.resume(self._clock.now())
         self._refusals = Refusals()

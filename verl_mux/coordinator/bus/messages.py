@@ -107,7 +107,8 @@ Members = Annotated[list[Member], Meta(max_length=MOST_PROCESSES)]
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
-    """A lease that a client holds already and asserts again after it lost the coordinator."""
+    """A lease that a client holds already and asserts again after it lost the coordinator. `granted`, `proof`: as in the grant;
+    of the nodes some may have been given back since."""
 
     token: ClaimedToken
     key: Name
@@ -115,6 +116,8 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
     step: Count
     nodes: Nodes
     granted_at: Seconds
+    granted: Nodes = []
+    proof: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 # --- leases: a job's client to the coordinator -----------------------------------------------------------------------
@@ -306,6 +309,8 @@ class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
     step: int
     nodes: list[str]
     granted_at: float
+    granted: list[str] = []  # the nodes that `proof` is about
+    proof: bytes = b""  # by which the coordinator, or one with its keys, knows that it granted this, whatever it has lost
 
 
 class LeaseReleased(Message, kw_only=True, frozen=True, tag="LEASE_RELEASED"):
