@@ -37,6 +37,10 @@ JOBS = 20_000
 ENDED_JOBS_REMEMBERED = 1_000
 CLIENTS_OF_A_JOB = 256
 REQUESTS_OF_A_JOB = 64
+# What a job may send, which is written to the journal.
+BYTES_PER_S, BYTES_AT_ONCE = 2**18, 2**22
+# Of all records together; beyond it a job may only hold its even share.
+RECORD_BYTES = 2**26
 TAGS_ON_A_NODE = 64
 # kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
 MOST_ADDRESSES = 4096
@@ -68,7 +72,7 @@ Factor = Annotated[float, Meta(ge=0, le=1e6)]
 Nodes = Annotated[list[Name], Meta(max_length=4096)]
 Sides = Annotated[dict[Name, Nodes], Meta(max_length=8)]
 Gpus = Annotated[dict[Name, Count], Meta(max_length=4096)]
-Metrics = Annotated[dict[ShownName, float], Meta(max_length=1024)]
+Metrics = Annotated[dict[ShownName, float], Meta(max_length=64)]
 Tags = Annotated[dict[ShownName, Bytes], Meta(max_length=TAGS_ON_A_NODE)]
 HostMemory = Annotated[dict[Name, dict[ShownName, Annotated[int, Meta(ge=0, le=2**43)]]], Meta(max_length=8)]
 
