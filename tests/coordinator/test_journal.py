@@ -501,6 +501,18 @@ def test_a_flip_of_any_bit_is_noticed(frame_file):
         assert is_noticed(bytes(flipped)), at
 
 
+@pytest.mark.parametrize("filling", [b"vmxF" * 2**20, b"vmxF\x01\0\0\0\0\0\0\0\xff\xff\xff\xff" * 2**18], ids=["marks", "heads"])
+def test_a_torn_tail_full_of_what_looks_like_frames_is_read_at_once(tmp_path, filling):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    file.append(filling)
+    file.close()
+    data = (tmp_path / "journal").read_bytes()[:-100]
+    began = time.process_time()
+    contents = frames.parse(data)
+    assert time.process_time() - began < 1.0
+    assert contents.frames == BODIES[:1] and "without its end mark" in contents.lost
+
+
 def test_bytes_taken_out_put_in_or_added_anywhere_are_noticed(frame_file):
     data, draw = frame_file.read_bytes(), random.Random(0)
     for _ in range(2000):
