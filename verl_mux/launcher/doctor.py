@@ -7,7 +7,6 @@ Of a job nothing is started; its command is only composed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -27,6 +25,7 @@ from rich.console import Console
 from verl_mux import upstream
 from verl_mux.composed_config import at
 from verl_mux.config.completion import judge
+from verl_mux.config.job_checks import is_supported, version_of
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.doctor_gpu import Check, gpu_checks, read_machine
 from verl_mux.launcher.plan_memory import certificate, configs_of
@@ -155,15 +154,11 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
 
 def _version(name: str, tested: str, supported: str) -> Check:
     """`supported`: a range as in pyproject.toml, or "" for any."""
-    from packaging.specifiers import SpecifierSet
-
-    builds = [name, f"{name}-cpu"]  # vLLM's build for the CPU has a name of its own
-    found = next((it.version for build in builds for it in importlib.metadata.distributions(name=build)), None)
-    if found is None:
+    if (found := version_of(name)) is None:
         advice = f"install {name}{supported or '==' + tested}, or `make demo`, which installs requirements/lock.txt"
         return Check(name, False, "not installed", advice)
     version = f"{found} (supported: {supported})" if supported else found
-    if not SpecifierSet(supported).contains(found, prereleases=True):
+    if not is_supported(found, supported):
         return Check(name, False, version, f"verl_mux does not work with this version; install {name}{supported}")
     same = found.split("+")[0] == tested
     return Check(name, True if same else None, version, "" if same else f"tested with {tested}; run tests/upstream")
