@@ -16,6 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from verl_mux.platform.host_memory import room
 from verl_mux_cpu import device_ledger
 
 
@@ -28,7 +29,7 @@ def _free_and_total(*_args) -> tuple[int, int]:
     size, free = device_ledger.budget(), device_ledger.free()
     if size is not None and free is not None:
         return max(free, 0), size
-    memory = psutil.virtual_memory()
+    memory = room()
     return memory.available, memory.total
 
 

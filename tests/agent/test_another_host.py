@@ -34,6 +34,7 @@ def apart(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_MUX_DEVICE_LEDGER", str(tmp_path / "ledger"))
     monkeypatch.setattr(members, "HOST", "the-coordinators")
     monkeypatch.setattr(members, "carriers", lambda uid: [])
+    monkeypatch.setattr(members.Marked, "find", lambda self, fresh: {})
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_MUX_DEVICE_LEDGER", str(tmp_path / "ledger"))
     # The coordinator runs in this process, from which all namespaces can be seen into: that of another machine cannot.
     monkeypatch.setattr(members, "carriers", lambda uid: [])
+    monkeypatch.setattr(members.Marked, "find", lambda self, fresh: {})
     hosts = {}
     for name in ("hosta", "hostb"):
         script = f"hostname {name} && echo up && exec sleep 86400"

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
-from verl_mux.config import job_checks
+from verl_mux.config import job_checks, preflight
 from verl_mux.config.job_checks import Surroundings, check, model_config, refused_rollout, refused_surroundings, sliding_window
 from verl_mux.config.schema import RolloutConfig, convert, raise_first
 from verl_mux.errors import UserError
@@ -107,6 +107,42 @@ def test_it_is_refused_by_name(changes, words):
 )
 def test_what_is_right_passes(changes):
     assert check(verl_config({}, **changes)) is not None
+
+
+NUMBERS = [*job_checks._GPUS, *job_checks._PARALLEL, *job_checks._POOL, *job_checks._OPTIONAL]
+NO_NUMBERS = ["8", "8.0", "eight", "", 8.0, True, -5, 2**31, 10**40, [], [8], {"a": 1}]
+
+
+@pytest.mark.parametrize("mode", job_checks.MODES)
+@pytest.mark.parametrize("key", NUMBERS)
+def test_what_is_no_number_is_one_line_that_names_the_key(key, mode):
+    for given in [*NO_NUMBERS, None, 0]:
+        config = verl_config({}, trainer__v1__trainer_mode=mode)
+        OmegaConf.update(config, key, given, force_add=True)
+        if (
+            (key == "trainer.save_freq" and given in (0, -5))
+            or (key.endswith("num_cpus") and given == 0)
+            or given is None
+            and key in job_checks._OPTIONAL
+        ):
+            assert check(config) is not None
+        elif key not in job_checks._POOL or mode == "mux_separate":
+            assert refusal(config, check).startswith(f"{key} is "), given
+        list(job_checks.refused(config))  # the others are looked for all the same
+
+
+def test_of_verls_own_modes_the_keys_that_mux_reads_are_numbers_too():
+    config = verl_config({"rollout": {"trigger": {"n_min": 2}}}, trainer__v1__trainer_mode="colocate_async")
+    OmegaConf.update(config, "data.train_batch_size", "8", force_add=True)
+    assert refusal(config, preflight.complete_stock_mode) == "data.train_batch_size is '8'; a number of 0 or more is needed"
+
+
+@pytest.mark.parametrize("package", ["verl", "sglang"])
+def test_a_version_of_verl_or_the_engine_that_is_not_supported_is_refused_unless_one_says_otherwise(monkeypatch, package):
+    monkeypatch.setattr(job_checks, "version_of", lambda name: "99.1" if name == package else None)
+    assert refusal(verl_config({}), check_surroundings).startswith(f"{package} 99.1 is installed here; supported: ")
+    monkeypatch.setenv(job_checks.ANY_VERSION, "1")
+    check_surroundings(verl_config({}))
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

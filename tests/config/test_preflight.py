@@ -12,8 +12,10 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
@@ -24,6 +26,7 @@ from verl_mux.config import preflight
 from verl_mux.config.job_checks import load
 from verl_mux.config.preflight import host_memory_of, needs_of
 from verl_mux.config.validation_hook import checked_first
+from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus.client import LocalMux, connect
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.config import make_config
@@ -286,6 +289,69 @@ except UserError as error:
     print(error)
 assert not ray.is_initialized()
 """
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store of a Ray cluster, which keeps a value that is there."""
+    from ray.experimental import internal_kv
+
+    kept = {}
+
+    def put(key, value, overwrite, namespace):
+        is_there = (namespace, key) in kept
+        kept.setdefault((namespace, key), value)
+        return is_there
+
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: kept.get((namespace, key)))
+    return kept
+
+
+def claimed(name, driver, is_used=False, at=None):
+    return preflight._claimed(preflight.Claim(name, driver, time.time() if at is None else at), is_used)
+
+
+def test_of_jobs_that_start_together_in_one_cluster_one_takes_it_and_the_others_hear_which(store, monkeypatch):
+    me = members.this_process()
+    others = [members.member_of(os.getppid()), msgspec.structs.replace(me, host="elsewhere", pid=9)]
+    assert claimed("a", me) is None
+    assert [claimed(name, other) for name, other in zip("bc", others, strict=True)] == ["a", "a"]
+    assert claimed("a", me) is None, "the same driver, once more"
+    # Both see no claim, and the other one is the first to put its own.
+    store.clear()
+    from ray.experimental import internal_kv
+
+    get, late = internal_kv._internal_kv_get, [None]
+    monkeypatch.setattr(
+        internal_kv, "_internal_kv_get", lambda key, namespace: late.pop() if late else get(key, namespace=namespace)
+    )
+    assert claimed("b", others[1]) is None
+    late.append(None)
+    assert claimed("a", me) == "b"
+
+
+def test_a_cluster_is_given_on_when_the_driver_that_claimed_it_is_gone(store):
+    me = members.this_process()
+    dead, away = msgspec.structs.replace(me, started=me.started - 6000), msgspec.structs.replace(me, host="elsewhere")
+    assert claimed("a", dead) is None and claimed("b", away, at=time.time() - 999) is None and claimed("c", me) is None
+    assert claimed("d", away) == "c" and claimed("c", me, is_used=True) == "c"
+
+
+def test_a_cluster_with_a_controller_and_no_claim_is_another_jobs(store):
+    assert claimed("a", members.this_process(), is_used=True) == "another job"
+
+
+def test_fewer_cpus_than_a_job_waits_for_are_refused_with_what_wants_them(refused, check, coordinator, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    config = job(coordinator.address)
+    config.transfer_queue = {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": 8}}}
+    config.ray_kwargs = {"ray_init": {"num_cpus": 49}}
+    text = refused(config)
+    assert "the job's own Ray has 49 CPUs and this job needs 50, or waits for ever: 8 for TransferQueue's storage units" in text
+    assert "24 for training workers, 16 for rollout workers" in text
+    config.ray_kwargs.ray_init.num_cpus = 50
+    assert check(config)
 
 
 def test_a_ray_instance_of_its_own_is_no_other_jobs(python):

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from verl_mux.coordinator import journal as journal_module
 from verl_mux.coordinator import journal_files as frames
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import seconds_since_boot
-from verl_mux.coordinator.core.leases import tokens_before
+from verl_mux.coordinator.core.leases import LAST_EPOCH, LAST_TOKEN, epoch_of, last_possible, tokens_before
 from verl_mux.coordinator.core.records import Input, Send, Settled
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.journal_files import Damaged, FrameFile, default_path
@@ -278,6 +279,33 @@ def test_every_lease_that_a_client_knows_is_still_known_after_a_power_failure(st
     assert again.state.token > last
 
 
+def test_a_client_that_claims_the_last_token_of_all_keeps_no_later_start_from_coming(start, tmp_path):
+    for _ in range(3):  # each time all memory is lost
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        journal, machine = start(tmp_path / "journal", is_first=False)
+        last = {"key": "k", "phase": "rollout", "step": 1, "nodes": ["r0"], "granted_at": 1.0}
+        who = {"job": "a", "uid": "a:1", "client": "a", "host": "h", "pid": 1, "started": 1, "nodes": SIDES}
+        for token in (LAST_TOKEN, last_possible(time.time())):
+            held = [m.Claim(token=min(token, 2**53), **last)]
+            take(journal, machine, 1.0, m.Register(**who, again=True, seen=token, held=held))
+    _, again = start(tmp_path / "journal")
+    assert epoch_of(again.state.token) < LAST_EPOCH / 4
+
+
+def test_a_journal_of_large_inputs_is_compacted_by_its_bytes(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "COMPACT_BYTES", 50_000)
+    journal, machine = start(tmp_path / "journal")
+    who = {"job": "a", "uid": "a:1", "client": "a"}
+    take(journal, machine, 1.0, m.Register(**who, host="h", pid=1, started=1, nodes=SIDES))
+    for step in range(100):
+        metrics = {f"{at}{'x' * 200}": 1.0 for at in range(60)}
+        take(journal, machine, 2.0, m.StepReport(**who, step=step, metrics=metrics))
+        assert (tmp_path / "journal").stat().st_size < 100_000
+    _, again = start(tmp_path / "journal")
+    assert again.state.jobs["a"].reported == 99
+
+
 # --- whose it is ---
 
 
@@ -471,6 +499,18 @@ def test_a_flip_of_any_bit_is_noticed(frame_file):
         flipped = bytearray(data)
         flipped[at // 8] ^= 1 << at % 8
         assert is_noticed(bytes(flipped)), at
+
+
+@pytest.mark.parametrize("filling", [b"vmxF" * 2**20, b"vmxF\x01\0\0\0\0\0\0\0\xff\xff\xff\xff" * 2**18], ids=["marks", "heads"])
+def test_a_torn_tail_full_of_what_looks_like_frames_is_read_at_once(tmp_path, filling):
+    file = FrameFile(tmp_path / "journal", BODIES[0])
+    file.append(filling)
+    file.close()
+    data = (tmp_path / "journal").read_bytes()[:-100]
+    began = time.process_time()
+    contents = frames.parse(data)
+    assert time.process_time() - began < 1.0
+    assert contents.frames == BODIES[:1] and "without its end mark" in contents.lost
 
 
 def test_bytes_taken_out_put_in_or_added_anywhere_are_noticed(frame_file):

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
 
 from tests.coordinator.conftest import HOLDERS_UID
+from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.errors import UserError
 
@@ -108,6 +110,75 @@ def test_a_stopped_job_whose_node_another_waits_for_is_killed_before_the_node_is
     assert waiting.result(60).token == 2
     assert is_gone(process.pid) and is_gone(member)
     assert "silent beyond its lease" in job(coordinator)["reason"]
+
+
+@pytest.fixture
+def many_processes(monkeypatch):
+    """As on a host on which it takes 0.3 s to read the environments of all processes. Gives the pids that were read."""
+    read, seen = members.mark_of, []
+
+    def slowly(pid):
+        seen.append(pid)
+        time.sleep(0.3 / len(psutil.pids()))
+        return read(pid)
+
+    monkeypatch.setattr(members, "mark_of", slowly)
+    return seen
+
+
+@pytest.fixture
+def dies_unseen(stranger):
+    """Registers jobs from a host that nothing looks at, which fail at once."""
+
+    def die(coordinator, count):
+        client = stranger(coordinator.address)
+        driver = {"host": "unseen", "pid": 7, "started": 1, "nodes": {"rollout": ["r1"], "train": ["t0"]}}
+        for number in range(count):
+            who = {"job": f"x{number}", "uid": f"x{number}:1", "client": client.identity}
+            client.say(m.Register(**who, **driver), m.Failing(**who, reason="failed"))
+
+    return die
+
+
+def test_a_stopped_jobs_node_is_given_on_beside_jobs_that_died_where_nothing_looks(
+    serve, join, hold, pool, many_processes, dies_unseen
+):
+    coordinator = serve(lease_timeout=1.5, kill_grace=0.1)
+    dies_unseen(coordinator, 12)
+    process, _ = hold(coordinator, "none")
+    b = join(coordinator, "b")
+    waiting = pool.submit(b.acquire, "rollout", step=1)
+    process.send_signal(signal.SIGSTOP)
+    assert waiting.result(20).token == 2
+
+
+def test_all_dying_jobs_together_cost_one_look_at_the_processes(serve, many_processes, dies_unseen, eventually):
+    coordinator = serve()
+    dies_unseen(coordinator, 12)
+    eventually(lambda: all(job["waits_for"] for job in coordinator.snapshot()["jobs"].values()))
+    before, began = len(many_processes), time.monotonic()
+    time.sleep(3)
+    looks = (len(many_processes) - before) / len(psutil.pids())
+    assert looks <= 2 * (time.monotonic() - began) / 1.5  # of each process two a look, of which one a second or less
+
+
+def test_no_process_counts_as_gone_while_there_is_no_descriptor_to_look_with(hold, serve, eventually, monkeypatch):
+    coordinator = serve(kill=False)
+    process, member = hold(coordinator, "carried")
+    read = members.Path.read_bytes
+
+    def out_of_descriptors(path):
+        if str(path).startswith(f"/proc/{member}/"):
+            raise OSError(24, "Too many open files")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(members.Path, "read_bytes", out_of_descriptors)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        eventually(lambda: coordinator.snapshot()["refused"].get("faults", 0) >= 3)
+        assert job(coordinator)["tokens"] == [1]
+    eventually(lambda: job(coordinator)["waits_for"] == [f"pid {member}"])
 
 
 def test_the_name_of_a_killed_job_is_free_for_its_restart(serve, join, hold):

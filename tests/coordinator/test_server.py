@@ -14,6 +14,7 @@ from tests.coordinator.core.placement.placed_jobs import AUTO, needs, placing_co
 from tests.coordinator.driver import Driver
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import state
 from verl_mux.coordinator.core.records import Input
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.server import Planning, Refusals
@@ -79,6 +80,40 @@ def test_a_request_is_cancelled_by_its_own_job_alone(serve, join, stranger):
     seen = thief.say(m.LeaseRequest(**c, key="k", phase="rollout", step=1, nodes=["r0"]), m.LeaseCancel(**c, key="k"))[1]
     assert [waiting["job"] for waiting in seen["pools"]["rollout"]["nodes"]["r0"]["queue"]] == ["b"]
     a.release(lease)
+
+
+@pytest.mark.parametrize("empty", ["job", "uid"])
+def test_a_job_without_a_name_or_a_uid_is_refused_and_keeps_no_other_out(serve, join, stranger, empty):
+    coordinator = serve()
+    nameless = stranger(coordinator.address)
+    nameless.send(frame("REGISTER", **{**REGISTER, "client": nameless.identity, empty: ""}, nodes={"rollout": ["r0"]}))
+    assert "length >= 1" in nameless.answer().reason
+    assert join(coordinator, "b").acquire("rollout", step=1).token == 1
+
+
+def test_a_job_that_floods_is_held_to_its_share_and_slows_no_other(serve, join, stranger, monkeypatch):
+    monkeypatch.setattr(m, "BYTES_AT_ONCE", 20_000)
+    coordinator = serve()
+    flooding = stranger(coordinator.address)
+    who = {"job": "b", "uid": "b:1", "client": flooding.identity}
+    reports = [m.StepReport(**who, step=1, metrics={"x" * 200: float(at)}) for at in range(300)]
+    a = join(coordinator, "a")
+    seen = flooding.say(m.Register(**who, **as_driver()), *reports)[1]
+    assert 0 < seen["refused"]["beyond a job's share"] < 300
+    flooding.say(*[msgspec.structs.replace(report, job="a") for report in reports])  # nor in the name of another one
+    a.release(a.acquire("rollout", step=1))
+
+
+def test_when_records_are_many_a_large_job_does_not_grow_and_a_small_one_may_still_come(serve, join, stranger, monkeypatch):
+    monkeypatch.setattr(m, "RECORD_BYTES", 20_000)
+    monkeypatch.setattr(state, "_HANDLED_AGAIN", 1)
+    coordinator = serve()
+    large = stranger(coordinator.address)
+    who = {"job": "large", "uid": "large:1", "client": large.identity}
+    many = [m.Member("elsewhere" * 20, pid, 1, "boot") for pid in range(150)]
+    seen = large.say(m.Register(**who, **as_driver(), members=many), *[m.MemberReport(**who, members=many)] * 3)[1]
+    assert seen["jobs"]["large"]["state"] == "live" and seen["refused"]["beyond a job's share"] >= 1
+    assert join(coordinator, "small").acquire("rollout", step=1).token == 1
 
 
 def test_no_output_tells_a_jobs_uid(serve, join, stranger, event_log, caplog):

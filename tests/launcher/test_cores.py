@@ -41,6 +41,13 @@ def test_a_process_that_one_look_missed_is_not_counted_from_its_start_again(tmp_
     assert missed.cpu == {} and sum(again.cpu.values()) < (used.user + used.system) / 2
 
 
+def test_a_folder_that_cannot_be_written_costs_figures_and_not_the_run(tmp_path):
+    account = Account(tmp_path / "is not there")
+    account.look([psutil.Process()])
+    account.look([psutil.Process()])
+    assert cores.read(tmp_path / "is not there") == []
+
+
 def test_cores_of_a_window_and_of_each_kind_of_process():
     intervals = [Interval(0, 10, {"a": 5.0, "b": 10.0}), Interval(10, 20, {"a": 10.0})]
     assert cores.busy(intervals, [(5, 20)]) == (pytest.approx((2.5 + 5 + 10) / 15), {"a": pytest.approx(0.8333), "b": 0.3333})

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher import doctor
 from verl_mux.launcher.doctor import Check
+from verl_mux.platform.host_memory import Room
 
 GOOD, NOTE, BAD = Check("one", True, "fine"), Check("two", None, "so so", "read this"), Check("three", False, "gone", "do that")
 
@@ -66,11 +66,12 @@ class TestChecks:
 
     @pytest.mark.parametrize(("free", "cores", "ok"), [(64 << 30, {0, 1}, (True, True)), (1 << 30, {0}, (False, None))])
     def test_host_memory_and_cores(self, monkeypatch, free, cores, ok):
-        monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        monkeypatch.setattr(doctor, "room", lambda: Room(2 * free, free, "/sys/fs/cgroup/job"))
         monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: cores)
         monkeypatch.setattr(doctor, "_plugin", lambda: GOOD)
-        checks = {check.name: check.ok for check in doctor.run_checks()}
-        assert (checks["host memory"], checks["cores"]) == ok
+        checks = {check.name: check for check in doctor.run_checks()}
+        assert (checks["host memory"].ok, checks["cores"].ok) == ok
+        assert checks["host memory"].found.endswith(" GiB free of /sys/fs/cgroup/job")
 
     @pytest.mark.parametrize(
         ("accelerator", "variable", "ok", "word"),

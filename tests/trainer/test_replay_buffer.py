@@ -116,6 +116,27 @@ def ours(rollout: Rollout, monkeypatch, batches: int = 1) -> MuxReplayBuffer:
     return buffer
 
 
+@pytest.mark.parametrize("fails", ["all", "all but one"])
+def test_where_every_group_fails_the_job_ends_instead_of_drawing_others_for_ever(queue, monkeypatch, fails):
+    class Broken(Rollout):
+        def go_on(self):
+            ended, self.running = self.running[: self.at_once], self.running[self.at_once :]
+            for name in ended:
+                well = fails == "all but one" and int(name[1:]) % 9 == 8
+                tq.kv_batch_put(keys=[name], partition_id="train", tags=[{**PROMPT, "status": "finished" if well else "failure"}])
+                if well:
+                    tq.kv_batch_put(keys=[f"{name}_0_0"], partition_id="train", tags=[{"status": "success"}])
+
+    rollout, buffer = Broken(lambda number: False, 2), made_buffer()
+    buffer.refill_fn, rollout.on_drawn = rollout.refill, buffer.submitted
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, num_returns: (rollout.go_on() or [], [])))
+    if fails == "all":
+        with pytest.raises(Failure, match="12 prompt groups failed one after the other and none succeeded"):
+            sampled(buffer, rollout)
+    else:
+        assert len(sampled(buffer, rollout)[0]) == BATCH
+
+
 def of_sync(rollout: Rollout, monkeypatch, batches: int = 1) -> ReplayBuffer:
     """What verl's trainer mode `sync` makes."""
     monkeypatch.setattr(of_verl.time, "sleep", lambda seconds: rollout.go_on())

@@ -274,6 +274,20 @@ def test_a_step_that_finds_too_few_in_the_prompts_it_may_draw_says_so(keys):
         Simulated(lambda uid: 8, dull=["g1", "g2", "g4"], most=6, **keys).step(4)
 
 
+class AlwaysFailing(set):
+    def __contains__(self, key):
+        return True
+
+
+@pytest.mark.parametrize("keys", [{}, over(), {"segments": SEGMENTS}], ids=["whole", "oversample", "segments"])
+def test_a_step_in_which_every_group_fails_ends_the_job_instead_of_drawing_for_ever(keys):
+    job = Simulated(lambda uid: 8, **keys)
+    for worker in job.manager.agent_loop_workers:
+        worker.failing = AlwaysFailing()
+    with pytest.raises(Failure, match="prompt groups failed one after the other and none succeeded"):
+        job.step(4)
+
+
 GROUP = {"name": "g0", "cuts": 0, "failures": 0, "tokens": [3] * SAMPLES, "age": 1}
 UNFINISHED = [{"state": "unfinished", "segments": [[10, 1]], "truncated": False, "lost_tokens": 0}] * SAMPLES
 

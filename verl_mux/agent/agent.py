@@ -21,74 +21,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import psutil
 import typer
 
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.curve_keys import AGENT, ClientKeys, for_address
 from verl_mux.coordinator.bus.link import Link
-from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE
-from verl_mux.coordinator.bus.messages import MOST_ADDRESSES, AgentAnswer, AgentReport, Holder, Look, Member, NodeHere, Source
+from verl_mux.coordinator.bus.members import HOST, UID_VARIABLE, Marked
+from verl_mux.coordinator.bus.messages import (
+    MOST_ADDRESSES,
+    MOST_PROCESSES,
+    AgentAnswer,
+    AgentReport,
+    Holder,
+    Member,
+    NodeHere,
+    Source,
+)
 from verl_mux.coordinator.commands import DEFAULT_ADDRESS, Address, Keys, make_log_folder
 from verl_mux.errors import UserError
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_part
-from verl_mux.platform.host_memory import process_bytes
+from verl_mux.platform.host_memory import process_bytes, room
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.eventlog.log import NULL_LOG, EventLog
 
 log = logging.getLogger(__name__)
 
-# A process may go on as another program with another environment.
-_READ_AGAIN_S = 10.0
 # Host memory: the kernel goes through all pages of a process for it, a second for hundreds of GB.
 _EVERY_S = 10.0
 _ANSWER_WITHIN_S = 2.0
 _WITHOUT_ANSWER_S = 0.5
 _POLL_S = 0.05
 _HIGHEST_BYTES = 2**43  # of one message's field
-
-
-class Marked:
-    """`find` -> uid -> processes. It remembers those found: one that is ending has no environment any more, but holds memory."""
-
-    def __init__(self) -> None:
-        self._known: dict[Member, str] = {}  # with its uid; empty: none
-        self._read_at = float("-inf")
-
-    def find(self, fresh: bool) -> dict[str, list[Member]]:
-        fresh = fresh or time.monotonic() - self._read_at > _READ_AGAIN_S
-        if fresh:
-            self._read_at = time.monotonic()
-        family = members.own_family()
-        known: dict[Member, str] = {}
-        for pid in psutil.pids():
-            if pid in family:
-                continue
-            with contextlib.suppress(psutil.Error, OSError):
-                member = members.member_of(pid)
-                known[member] = self._known.get(member, "")
-                if fresh or member not in self._known:
-                    known[member] = members.mark_of(pid) or known[member]
-        self._known = known
-        marked: defaultdict[str, list[Member]] = defaultdict(list)
-        for member, uid in known.items():
-            if uid and members.is_alive(member):
-                marked[uid].append(member)
-        return dict(marked)
-
-    def look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
-        """For each uid: which of these processes, and which with the mark of the uid, live. Where none is found there is a second
-        look: the first may miss what a dying process starts while it goes on."""
-        first = self._look(asked)
-        unsure = {look.uid: asked[look.uid] for look in first if not look.alive}
-        again = {look.uid: look for look in self._look(unsure)} if unsure else {}
-        return [again.get(look.uid, look) for look in first]
-
-    def _look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
-        marked = self.find(fresh=True)
-        alive = {uid: [*filter(members.is_alive, known), *marked.get(uid, ())] for uid, known in asked.items()}
-        return [Look(uid, list(dict.fromkeys(processes))) for uid, processes in alive.items()]
 
 
 class MappedLog:
@@ -252,7 +216,7 @@ class Agent:
     # --- looking ---
 
     def look(self) -> m.AgentReport:
-        answer, memory = self._answer, psutil.virtual_memory()
+        answer, memory = self._answer, room()
         looks = self._marked.look(answer.look_for) if answer and answer.look_for else []
         marked = {member: uid for uid, processes in self._marked.find(fresh=False).items() for member in processes}
         held = self._devices.held(answer.nodes if answer else {})
@@ -267,10 +231,10 @@ class Agent:
             host=self._host,
             source=self._devices.source,
             looks=looks,
-            dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)],
+            dead=[driver for driver in (answer.drivers if answer else []) if not members.is_alive(driver)][:MOST_PROCESSES],
             holders=[
                 Holder(uid, member, held.by_pid.get(member.pid, {}), host.get(member, {})) for member, uid in marked.items()
-            ],
+            ][:MOST_PROCESSES],
             others=others,
             memory_free=min(memory.available, _HIGHEST_BYTES),
             memory_total=min(memory.total, _HIGHEST_BYTES),

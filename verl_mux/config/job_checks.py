@@ -7,8 +7,10 @@ the key, its value and the way out.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.specifiers import SpecifierSet
 
 from verl_mux.config.schema import MuxConfig, Refusal, RolloutConfig, convert, raise_first, wrong_keys
 from verl_mux.coordinator.bus.messages import AUTO
@@ -26,12 +29,14 @@ from verl_mux.platform.cuda_packages import FLASH_ATTENTION, has_flash_attention
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
 from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, EngineRecord, engines
 from verl_mux.rollout.lengths.predictors import PREDICTORS
+from verl_mux.upstream import SUPPORTED
 
 MODES = ("mux_separate", "mux_colocate")
 _STREAMING_MODES = ("colocate_async", "separate_async")
 _MODE = "trainer.v1.trainer_mode"
 _ROOT = "mux.rollout"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_FILTER = "algorithm.filter_groups"
 _ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled")
 
 
@@ -55,6 +60,7 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     if name not in engines():
         needed = f"{_MODE}={mode} needs {_ROLLOUT}.name={' or '.join(engines())}, given {name}"
         yield Refusal(needed, f"{_ROLLOUT}.name", name)
+    yield from refused_numbers(config)
     yield from _refused_sizes(config, mode)
     unsupported = f"is not supported by {_MODE}={mode}"
     # verl keeps these roles awake on GPUs, and no phase of ours covers them.
@@ -82,9 +88,6 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
         yield from _forbid(config, [sampler], f"{ours} choose the batch themselves", "null")
 
 
-_FILTER = "algorithm.filter_groups"
-
-
 def _filters(config: DictConfig) -> bool:
     return bool(OmegaConf.select(config, f"{_FILTER}.enable"))
 
@@ -92,13 +95,9 @@ def _filters(config: DictConfig) -> bool:
 def _refused_filter(config: DictConfig) -> Iterator[Refusal]:
     if not _filters(config):
         return
-    metric, batches = (OmegaConf.select(config, f"{_FILTER}.{key}") for key in ("metric", "max_inflight_gen_batches"))
-    if not metric:
+    if not (metric := OmegaConf.select(config, f"{_FILTER}.metric")):
         line = f"{_FILTER}.metric is {metric!r}; needed: reward, or a key of what the reward function returns, such as acc"
         yield Refusal(line, f"{_FILTER}.metric", metric)
-    if batches is not None and not (isinstance(batches, int) and batches >= 1):
-        key = f"{_FILTER}.max_inflight_gen_batches"
-        yield Refusal(f"{key} is {batches!r}; a number of 1 or more is needed", key, batches)
 
 
 def _forbid(config: DictConfig, keys: Iterable[str], why: str, allowed: str) -> Iterator[Refusal]:
@@ -174,33 +173,61 @@ def _plain(config: DictConfig) -> Any:
     return values
 
 
+# ---------------------------------------------------------------- numbers
+
 _POOL = f"{_ROLLOUT}.nnodes", f"{_ROLLOUT}.n_gpus_per_node"
 _GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _PARALLEL = tuple(f"{_ROLLOUT}.{kind}_parallel_size" for kind in ("tensor_model", "data", "pipeline_model"))
+_ULYSSES = "fsdp_config.ulysses_sequence_parallel_size"
+STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+# All that we read and add up or compare. These may be null, or left out.
+_OPTIONAL = (
+    "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{_ROLLOUT}.n", f"{_ROLLOUT}.max_num_seqs",
+    f"{_ROLLOUT}.agent.num_workers", "trainer.total_training_steps", "trainer.v1.sampler.max_off_policy_threshold",
+    "trainer.save_freq", f"{_FILTER}.max_inflight_gen_batches", "ray_kwargs.ray_init.num_cpus", STORAGE_UNITS,
+    *(f"{role}.{_ULYSSES}" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
+)  # fmt: skip
+# A job that never saves has -1 there, and a Ray node may offer no CPU.
+_LEAST = {"trainer.save_freq": -(2**31), "ray_kwargs.ray_init.num_cpus": 0}
+_MOST = 2**31 - 1
+
+
+def number(config: DictConfig, key: str, default: int = 0) -> int:
+    """The whole number there; `default` where there is none, of which `refused_numbers` says what is wrong."""
+    value = OmegaConf.select(config, key)
+    return value if _is_whole(value, _LEAST.get(key, 1)) else default
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def refused_numbers(config: DictConfig) -> Iterator[Refusal]:
+    """Each of these that is no whole number of 1 or more, as a shell or a YAML file hands it over: "8", 8.0, null, true, 0. In
+    verl's own modes 0 has meanings of its own."""
+    mode = str(OmegaConf.select(config, _MODE))
+    needed = (*_GPUS, *_PARALLEL, *(_POOL if mode == "mux_separate" else ())) if mode in MODES else ()
+    for key in (*needed, *_OPTIONAL):
+        value, least = OmegaConf.select(config, key), _LEAST.get(key, 1 if mode in MODES else 0)
+        if not _is_whole(value, least) and (value is not None or key in needed):
+            why = f": {_MODE}={mode} needs a rollout pool" if key in _POOL else ""
+            allowed = "whole number" if least < 0 else f"number of {least} or more"
+            yield Refusal(f"{key} is {value!r}; a {allowed} is needed{why}", key, value)
 
 
 def _refused_sizes(config: DictConfig, mode: str) -> Iterator[Refusal]:
-    """Each number of nodes or GPUs that is none, and a pool that its replicas do not fill."""
-    values = {key: OmegaConf.select(config, key) for key in (*_POOL, *_GPUS, *_PARALLEL)}
-    for key, value in values.items():
-        if not (isinstance(value, int) and value >= 1) and (key not in _POOL or mode == "mux_separate"):
-            why = f": {_MODE}={mode} needs a rollout pool" if key in _POOL else ""
-            yield Refusal(f"{key} is {value!r}; a number of 1 or more is needed{why}", key, value)
+    """A pool that its replicas do not fill."""
     gpus, size = _rollout_gpus(config, mode)
     if gpus and size and gpus % size:
         why = f"{gpus} rollout GPUs cannot hold replicas of {size} GPUs (tensor x data x pipeline parallel size)"
         key = _PARALLEL[0]
-        yield Refusal(f"{_ROLLOUT}: {why}; the number of GPUs must be a multiple of it", key, values[key])
+        yield Refusal(f"{_ROLLOUT}: {why}; the number of GPUs must be a multiple of it", key, OmegaConf.select(config, key))
 
 
 def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
     """GPUs that generate, and GPUs of one replica; 0 where that is not known."""
-
-    def product(keys: Sequence[str]) -> int:
-        values = [OmegaConf.select(config, key) for key in keys]
-        return math.prod(values) if all(isinstance(value, int) and value > 0 for value in values) else 0
-
-    return product(_POOL if mode == "mux_separate" else _GPUS), product(_PARALLEL)
+    gpus, size = _POOL if mode == "mux_separate" else _GPUS, _PARALLEL
+    return math.prod(number(config, key) for key in gpus), math.prod(number(config, key) for key in size)
 
 
 # ---------------------------------------------------------------- device memory
@@ -276,8 +303,35 @@ def model_config(config: DictConfig) -> dict[str, Any] | None:
     return known_model_config(str(OmegaConf.select(config, "actor_rollout_ref.model.path")))
 
 
+# Set to anything, a start takes whatever versions of verl and the engine it finds.
+ANY_VERSION = "VERL_MUX_ANY_VERSION"
+
+
+def version_of(package: str) -> str | None:
+    """None: it is not installed. vLLM's build for the CPU has a name of its own."""
+    builds = [package, f"{package}-cpu"]
+    return next((it.version for build in builds for it in importlib.metadata.distributions(name=build)), None)
+
+
+def is_supported(found: str, supported: str) -> bool:
+    """`supported`: a range as in pyproject.toml, or "" for any."""
+    return SpecifierSet(supported).contains(found, prereleases=True)
+
+
+def refused_versions(config: DictConfig) -> Iterator[Refusal]:
+    """verl or an engine in a version that this code is not for: its hooks would not fit, and the job would fail minutes later, or
+    train wrongly."""
+    engine = engine_of(config)
+    for package, supported in (SUPPORTED | dict(engine.supported if engine else {})).items():
+        found = version_of(package)
+        if found is not None and not is_supported(found, supported) and not os.environ.get(ANY_VERSION):
+            line = f"{package} {found} is installed here; supported: {supported}; install one of these, or set {ANY_VERSION}=1"
+            yield Refusal(line, package, found)
+
+
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
+    yield from refused_versions(config)
     yield from _refused_attention(config)
     yield from _refused_sequence_parallel(config)
     yield from _missing_megatron(config)
@@ -294,9 +348,9 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
 def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
     """Ulysses without flash-attn: verl passes sequences between ranks inside flash-attn's calls alone, so with another attention
     each rank would train on its own part of a sequence as if that were the whole."""
-    key, attention = "fsdp_config.ulysses_sequence_parallel_size", "model.override_config.attn_implementation"
+    key, attention = _ULYSSES, "model.override_config.attn_implementation"
     for role in _trained_roles(config):
-        ranks = OmegaConf.select(config, f"{role}.{key}") or 1
+        ranks = number(config, f"{role}.{key}", 1)
         other = f"critic.{attention}" if role == "critic" else f"actor_rollout_ref.{attention}"
         kind = OmegaConf.select(config, other) or FLASH_ATTENTION
         if ranks > 1 and (cpu_platform_wanted() or "flash" not in kind):
@@ -335,7 +389,7 @@ def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
     asked = [key for key, value in given.items() if value in (None, FLASH_ATTENTION)]
     if not asked or hub_has_flash_attention():
         return
-    ranks = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
+    ranks = number(config, f"actor_rollout_ref.actor.{_ULYSSES}", 1)
     for key in asked:
         value = given[key] or f"null, so {FLASH_ATTENTION}"
         why = "it is not installed here, and no hub that answers has it for transformers"
@@ -368,7 +422,7 @@ _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
     ("algorithm.adv_estimator", ("grpo",), _NONE),
     ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
-    ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", (1,), _NONE),
+    (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
     (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),
     (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _NONE),
@@ -423,15 +477,14 @@ class Surroundings:
 
 def refused_rollout_keys(config: DictConfig, mux: MuxConfig) -> Iterator[Refusal]:
     """`mux.rollout` against the rest of the job's config."""
-    rollout = config.actor_rollout_ref.rollout
     mode = str(config.trainer.v1.trainer_mode)
-    at_once = OmegaConf.select(rollout, "max_num_seqs")
+    at_once = number(config, f"{_ROLLOUT}.max_num_seqs")
     gpus, size = _rollout_gpus(config, mode)
     around = Surroundings(
         trainer_mode=mode,
-        train_batch_size=OmegaConf.select(config, "data.train_batch_size") or 1,
-        samples_per_group=OmegaConf.select(rollout, "n") or 1,
-        max_response_length=OmegaConf.select(config, "data.max_response_length") or sys.maxsize,
+        train_batch_size=number(config, "data.train_batch_size", 1),
+        samples_per_group=number(config, f"{_ROLLOUT}.n", 1),
+        max_response_length=number(config, "data.max_response_length", sys.maxsize),
         engine_requests=at_once * max(1, gpus // size) if at_once and size else None,
         rollout_nodes=list(mux.nodes.rollout or []),
         bypasses_old_log_probs=bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")),

@@ -7,20 +7,34 @@ A refusal is one line on stderr and exit code 2.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.config.job_checks import check, load, model_config, refused_rollout_keys, refused_surroundings
+from verl_mux.config.job_checks import (
+    STORAGE_UNITS,
+    check,
+    load,
+    model_config,
+    number,
+    refused_numbers,
+    refused_rollout_keys,
+    refused_surroundings,
+)
 from verl_mux.config.schema import MuxConfig, raise_first
+from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus.client import LocalMux, connect
-from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.coordinator.bus.members import UID_VARIABLE, Member, this_process
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.certify import host_states
@@ -57,6 +71,8 @@ def check_job(config: DictConfig) -> None:
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         raise_first(refused_surroundings(config, model_config(config)))
+        if _ray_cluster(config) is None:
+            check_cpus(config, number(config, "ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1), "the job's own Ray")
         if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:
             become_fork_server()
         ask_coordinator(config, mux)
@@ -68,8 +84,8 @@ def check_job(config: DictConfig) -> None:
         # TransferQueue ties each storage unit, which needs a CPU, to a node of the cluster; a head often offers none.
         OmegaConf.update(config, _STORES, OmegaConf.select(config, _STORES) or "CPU", force_add=True)
         claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
-    except UserError as error:
-        print(f"verl-mux: {error}", file=sys.stderr)
+    except (UserError, OmegaConfBaseException) as error:
+        print(f"verl-mux: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -120,7 +136,7 @@ def complete_stock_mode(config: DictConfig) -> None:
 
     if OmegaConf.select(config, "mux") is not None:
         mux = load(config)
-        raise_first(refused_rollout_keys(config, mux))
+        raise_first([*refused_numbers(config), *refused_rollout_keys(config, mux)])
         triggered = mux.rollout.trigger.n_min is not None
         if mux.profile.enable or triggered:
             completion.hand_to_workers(config, mux)
@@ -141,14 +157,13 @@ def connect_job(config: DictConfig, mux: MuxConfig, wait: bool = True) -> LocalM
     rollout = config.trainer if colocated else config.actor_rollout_ref.rollout
     gpus = {"rollout": rollout.n_gpus_per_node, "train": config.trainer.n_gpus_per_node}
     # Its launcher would start it again, and it keeps checkpoints that are whole when it ends.
-    saves = (OmegaConf.select(config, "trainer.save_freq") or 0) > 0
     in_background = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.async_save")
     client = connect(
         mux.coordinator, str(mux.job), nodes, gpus=gpus, seed=mux.seed, steps=config.trainer.total_training_steps,
         timeout=_TIMEOUT_S, needs=needs_of(config) if mux.nodes.rollout == [AUTO] else None, slo=mux.slo,
         profiled=Observed(rollout=tuple(mux.profiled.rollout), train=tuple(mux.profiled.train)),
         host_memory=host_memory_of(config) if mux.coordinator else None, wait=wait, keys=mux.keys,
-        movable=mux.move_note is not None and saves and not in_background, colocated=colocated,
+        movable=mux.move_note is not None and number(config, "trainer.save_freq") > 0 and not in_background, colocated=colocated,
     )  # fmt: skip
     if mux.coordinator and client.nodes:
         for side, key in (("rollout", "trainer" if colocated else "actor_rollout_ref.rollout"), ("train", "trainer")):
@@ -207,6 +222,11 @@ def _sections(config: DictConfig, *names: str) -> dict[str, Any]:
 
 # Where a job leaves its name in its cluster's own store.
 _KEY, _SPACE = b"verl_mux_job", b"verl_mux"
+# After this time without a TransferQueue a claim from a host that cannot be seen from here counts as given up.
+_CLAIM_S = 120.0
+# What verl asks Ray for: CPUs with each GPU of a training pool and of a rollout pool, and storage units by default.
+_TRAIN_CPUS, _ROLLOUT_CPUS, _UNITS = 3, 2, 8
+_POOLS = "trainer", "actor_rollout_ref.rollout"
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 
 
@@ -215,13 +235,24 @@ def _ray_cluster(config: DictConfig) -> str | None:
     return joined_cluster([f"ray_init.address={OmegaConf.select(config, 'ray_kwargs.ray_init.address') or 'null'}"])
 
 
+class Claim(msgspec.Struct):
+    """Which job's driver said when (epoch seconds) that the cluster is its own."""
+
+    job: str
+    driver: Member
+    at: float
+
+    @property
+    def holds(self) -> bool:
+        return members.is_alive(self.driver) if members.is_here(self.driver) else time.time() - self.at < _CLAIM_S
+
+
 def claim_cluster(config: DictConfig, job: str) -> None:
-    """Leave the job's name in the Ray cluster that it would join; nothing where it starts one of its own.
+    """Leave the job's name in the Ray cluster that it would join, which must have CPUs enough; nothing where it starts its own.
 
     Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it
-    when it fails. Raises UserError: another job runs there."""
+    when it fails. Raises UserError: another job runs there, or has just begun to."""
     import ray
-    from ray.experimental import internal_kv
 
     address = _ray_cluster(config)
     if address is None or ray.is_initialized():
@@ -231,12 +262,47 @@ def claim_cluster(config: DictConfig, job: str) -> None:
     except ConnectionError:  # a cluster that is gone; verl's own connecting reports it
         return
     try:
-        owner = (internal_kv._internal_kv_get(_KEY, namespace=_SPACE) or b"another job").decode()
-        if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
+        is_used = _CONTROLLER in ray.util.list_named_actors(all_namespaces=True)
+        if (owner := _claimed(Claim(job, this_process(), time.time()), is_used)) is not None:
             raise UserError(
                 f"the Ray cluster at {address} is {owner}'s, and two jobs in one cluster end each other: start one for job {job}"
                 " (its ports: docs/cluster.md), and name it by ray_kwargs.ray_init.address, or `local` for one on this machine"
             )
-        internal_kv._internal_kv_put(_KEY, job.encode(), overwrite=True, namespace=_SPACE)
+        check_cpus(config, ray.cluster_resources().get("CPU", 0), f"the Ray cluster at {address}")
     finally:
         ray.shutdown()
+
+
+def _claimed(mine: Claim, is_used: bool) -> str | None:
+    """Puts a claim behind all others, which only one of several drivers can do first; or gives the job whose cluster it is."""
+    from ray.experimental import internal_kv
+
+    owner: Claim | None = None
+    for place in itertools.count():
+        key = b"%s/%d" % (_KEY, place)
+        found = internal_kv._internal_kv_get(key, namespace=_SPACE)
+        if found is None:
+            if is_used or (owner is not None and owner.driver != mine.driver and owner.holds):
+                return owner.job if owner is not None else "another job"
+            if not internal_kv._internal_kv_put(key, msgspec.json.encode(mine), overwrite=False, namespace=_SPACE):
+                return None
+            found = internal_kv._internal_kv_get(key, namespace=_SPACE)  # another driver was first
+        owner = msgspec.json.decode(found, type=Claim)
+
+
+def check_cpus(config: DictConfig, there: float, where: str) -> None:
+    """A job that wants more CPUs than Ray has waits for ever, without a word. Raises UserError."""
+    if OmegaConf.select(config, "transfer_queue.backend.storage_backend") != "SimpleStorage":
+        return
+    train, rollout = (number(config, f"{part}.nnodes") * number(config, f"{part}.n_gpus_per_node") for part in _POOLS)
+    colocated = OmegaConf.select(config, "trainer.v1.trainer_mode") == "mux_colocate"
+    parts = {
+        f"TransferQueue's storage units ({STORAGE_UNITS})": number(config, STORAGE_UNITS, _UNITS),
+        "its controller": 1,
+        "training workers": train * _TRAIN_CPUS,
+        "rollout workers": 0 if colocated else rollout * _ROLLOUT_CPUS,
+        "agent loop workers, as they start": 1,
+    }
+    if there < (needed := sum(parts.values())):
+        why = ", ".join(f"{count} for {part}" for part, count in parts.items() if count)
+        raise UserError(f"{where} has {there:g} CPUs and this job needs {needed}, or waits for ever: {why}")

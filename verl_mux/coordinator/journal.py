@@ -4,9 +4,9 @@ Runs in the coordinator's process; server.py makes a Journal and a Delivery. Tou
 
 Inputs that came together are one frame of an append-only file, on disk before any client sees what follows from them; so no
 client can know of a lease that a restarted coordinator does not, whether a process or the machine ended. Replaying the inputs
-gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs, and at each start, a new file with a
-snapshot takes the place of the old one. Where something may have been lost, either the start is refused, or the coordinator
-settles (core/registration.py): it asks living jobs for their leases before it grants any.
+gives the state back, because the state machine is pure. Every COMPACT_EVERY inputs or COMPACT_BYTES, and at each start, a new
+file with a snapshot takes the place of the old one. Where something may have been lost, either the start is refused, or the
+coordinator settles (core/registration.py): it asks living jobs for their leases before it grants any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.members import boot_id, seconds_since_boot
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.leases import LAST_EPOCH, LAST_TOKEN, epoch_of, token_at, tokens_before
+from verl_mux.coordinator.core.leases import LAST_EPOCH, epoch_of, last_possible, token_at, tokens_before
 from verl_mux.coordinator.core.records import Input, Instruction, JobState, Send, State
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.state import Machine
@@ -33,6 +33,7 @@ from verl_mux.errors import UserError
 log = logging.getLogger(__name__)
 
 COMPACT_EVERY = 20_000
+COMPACT_BYTES = 2**25  # or as many as the snapshot has, if that is more
 _RETRY_S = 0.5
 _ADVICE = (
     "Put the right file back, or move this one away: the coordinator then asks living jobs for their leases before it grants any"
@@ -91,7 +92,7 @@ class Journal:
         self._file: FrameFile | None = None
         self._epoch = Epoch("", 0)
         self._pending: list[Input] = []
-        self._count = 0
+        self._count = self._bytes = self._first = 0  # inputs and their bytes since the snapshot, and the snapshot's
         self._retry_at = 0.0
         if self.path is not None:
             with self._in_words(self.path):
@@ -108,7 +109,7 @@ class Journal:
             machine = Machine(config, name)
             if not is_first:
                 self.lost = "no journal is kept"
-                machine.settle(LAST_TOKEN)
+                machine.settle(last_possible(time.time()))
                 machine.state.token = token_at(time.time())
             return machine
         try:
@@ -161,11 +162,13 @@ class Journal:
         learnt, settled = epoch_of(machine.state.token), machine.state.settle_until is None
         if learnt > self._epoch.number or (settled and self._epoch.unknown):
             self._raise_epoch(max(learnt, self._epoch.number), 0 if settled else self._epoch.unknown)
-        if self.blocked is not None or self._count + len(self._pending) >= COMPACT_EVERY:
+        body = _encode(self._pending)
+        is_full = self._count + len(self._pending) >= COMPACT_EVERY or self._bytes + len(body) > max(COMPACT_BYTES, self._first)
+        if self.blocked is not None or is_full:
             self._compact(machine)
         else:
-            file.append(_encode(self._pending))
-            self._count += len(self._pending)
+            file.append(body)
+            self._count, self._bytes = self._count + len(self._pending), self._bytes + len(body)
         self._pending = []
 
     def _compact(self, machine: Machine) -> None:
@@ -174,10 +177,11 @@ class Journal:
             journal=self._epoch.journal, epoch=self._epoch.number, clock=self.clock, now=self.clock.now(),
             config=machine.config, state=machine.state,
         )  # fmt: skip
-        made = FrameFile(self.path, _encode(snapshot))
+        body = _encode(snapshot)
+        made = FrameFile(self.path, body)
         if self._file is not None:
             self._file.close()
-        self._file, self._count = made, 0
+        self._file, self._count, self._bytes, self._first = made, 0, 0, len(body)
 
     def _raise_epoch(self, number: int, unknown: int) -> None:
         raised = Epoch(self._epoch.journal, number, unknown=unknown)
@@ -197,7 +201,7 @@ class Journal:
             raise Damaged(f"its coordinator has been started {number} times, and tokens count no further")
         state.token = max(state.token, tokens_before(number))
         if self.lost:  # a predecessor that settled may have lost its memory again before it had learnt everything
-            machine.settle(LAST_TOKEN if epoch is None else max(tokens_before(number), epoch.unknown))
+            machine.settle(last_possible(time.time()) if epoch is None else max(tokens_before(number), epoch.unknown))
         elif state.settle_until is not None:  # the predecessor ended while it settled: all begins anew
             machine.settle(0)
         known_as = snapshot or epoch

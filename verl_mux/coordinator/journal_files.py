@@ -36,6 +36,8 @@ from verl_mux.errors import UserError
 
 _HEAD = struct.Struct("<4sQI16s")  # mark, number, bytes of the body, checksum
 _FRAME, _END = b"vmxF", b"vmxE"
+# With a number below 2**24: what a job says may hold the mark thousands of times.
+_MAY_BE_FRAME = re.compile(_FRAME + rb"(?=[\s\S]{3}\x00{5})")
 
 
 class Damaged(ValueError):
@@ -61,8 +63,8 @@ def parse(data: bytes) -> Contents:
         salt, at = salt or frame.salt, frame.stop
     if not frames:
         raise Damaged("its first record is not one of a verl-mux journal")
-    good_behind = at  # a good frame anywhere behind: so there was a good one here
-    while (good_behind := data.find(_FRAME, good_behind + 1)) >= 0:
+    # A good frame anywhere behind: so there was a good one here.
+    for good_behind in (found.start() for found in _MAY_BE_FRAME.finditer(data, at + 1)):
         if _frame_at(data, good_behind, salt) is not None:
             raise Damaged(f"it is damaged at byte {at} of {len(data)}, after {len(frames)} good records and before others")
     return Contents(frames, f"it ends at byte {len(data)} without its end mark, after {len(frames)} good records")
@@ -81,8 +83,10 @@ def _frame_at(data: bytes, at: int, salt: int) -> _Frame | None:
         return None
     mark, number, size, checksum = _HEAD.unpack_from(data, at)
     stop = at + _HEAD.size + size
+    if mark not in (_FRAME, _END) or stop > len(data):
+        return None
     body = data[at + _HEAD.size : stop]
-    if mark not in (_FRAME, _END) or stop > len(data) or _checksum(mark, number, body, salt) != checksum:
+    if _checksum(mark, number, body, salt) != checksum:
         return None
     return _Frame(mark, number, body, _salt(checksum), stop)
 

@@ -41,7 +41,7 @@ from verl_mux.coordinator.core.placing import Answerer, Asked, nothing_follows
 from verl_mux.coordinator.core.records import Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
-from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob, is_refusal
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.process_watch import ProcessWatch
 from verl_mux.errors import Failure, UserError
@@ -49,6 +49,8 @@ from verl_mux.errors import Failure, UserError
 log = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 60.0
+# They are short, and what they give back must not wait.
+_SMALL = (m.Heartbeat, m.LeaseCancel, m.LeaseRelease, m.Detach, m.Deregister, m.Failing)
 _Found = TypeVar("_Found")
 
 
@@ -70,9 +72,10 @@ class Coordinator:
         self._bind, self._event_log, self._reread = bind, event_log, reread
         self._journal = Journal(journal_path)
         self._machine = self._journal.restore(config, uuid.uuid4().hex, is_first=bind.endswith((":0", ":*")))
+        self._machine.secret = self._keys.secret
         self._clock = self._journal.clock
         self._machine.resume(self._clock.now())
-        self._refusals = Refusals()
+        self._refusals, self._allowances = Refusals(), Allowances()
         self._watch = ProcessWatch(self._machine, self._take, self._clock.now, self._refusals.count)
         self._thread = threading.Thread(target=self._main, name="verl-mux-coordinator", daemon=True)
         self._loop: asyncio.AbstractEventLoop  # there as soon as the thread serves
@@ -162,8 +165,8 @@ class Coordinator:
     def _take(self, what: What | Input) -> None:
         """The heart: decide, keep in the journal, carry out."""
         taken = what if isinstance(what, Input) else Input(self._clock.now(), what)
-        keep = self._machine.changes(taken)
-        self._delivery.take(taken, self._machine.attempt(taken), keep)
+        keep, out = self._machine.changes(taken), self._machine.attempt(taken)
+        self._delivery.take(taken, out, keep and not is_refusal(out))
         self._planning.look()
 
     def _carry_out(self, instruction: Instruction) -> None:
@@ -187,7 +190,7 @@ class Coordinator:
         message = None
         try:
             message = m.decode(frame)
-            self._answer(identity, role, message)
+            self._answer(identity, role, message, len(frame))
         except m.Unreadable as error:
             self._refusals.count("frames refused", error)
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
@@ -196,7 +199,7 @@ class Coordinator:
             self._refusals.count("faults", f"{about} of {identity!r}", error)
             self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
 
-    def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
+    def _answer(self, identity: bytes, role: str, message: m.AnyMessage, size: int) -> None:
         if refused := _refusal(identity, role, message):
             self._refusals.count(*refused)
             return self._send(identity, m.Refused(about=m.asks_about(message), reason=refused[1]))
@@ -210,6 +213,11 @@ class Coordinator:
             return self._send(identity, self._watch.report(message))
         if not isinstance(message, m.FromJob):
             return self._refusals.count("messages that are none for a coordinator", type(message).__name__)
+        if not isinstance(message, _SMALL) and (reason := self._beyond_its_share(message, size)):
+            self._refusals.count("beyond a job's share", reason)
+            if isinstance(message, m.Register):
+                self._send(identity, m.Refused(about="register", reason=reason))
+            return None
         if isinstance(message, m.Register):
             self._watch.look_at_driver_before(message)
         try:
@@ -218,6 +226,19 @@ class Coordinator:
             self._send(identity, m.Unknown())
         except IllegalMove:
             self._send(identity, m.JobEnded(reason=self._machine.state.jobs[message.job].reason))
+
+    def _beyond_its_share(self, message: m.FromJob, size: int) -> str | None:
+        """Why a message of this many bytes is not taken, so that one job slows no other down by what it has kept; None: it is. A
+        request that is not answered is sent again."""
+        job, most = self._machine.state.jobs.get(message.job), m.RECORD_BYTES
+        if job is not None and job.uid == message.uid and not self._allowances.take(job.name, size, self._clock.now()):
+            return f"job {job.name!r} sends more than {m.BYTES_PER_S} bytes a second"
+        if self._machine.size <= most or isinstance(message, m.LeaseRequest):
+            return None
+        if (held := len(msgspec.msgpack.encode(job)) + size) > most // max(len(self._machine.state.jobs), 1):
+            all_jobs = f"the records of all jobs take {self._machine.size} bytes, of {most} at most"
+            return f"{all_jobs}, and those of job {message.job!r}, {held}, are above its share"
+        return None
 
     def _send(self, identity: bytes, message: m.Message) -> None:
         """Dropped if the client is not connected; it asks again."""
@@ -295,6 +316,21 @@ class Planning:
         if self._asking is not None:
             self._asking.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Allowances:
+    """Bytes that each job may send now: so many a second, and many at once after a time without."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, float]] = {}  # by job: how many, as of when
+
+    def take(self, job: str, size: int, now: float) -> bool:
+        left, since = self._left.get(job, (m.BYTES_AT_ONCE, now))
+        left = min(left + (now - since) * m.BYTES_PER_S, m.BYTES_AT_ONCE)
+        if len(self._left) > m.JOBS:  # of jobs that are long gone
+            self._left.clear()
+        self._left[job] = left - size if size <= left else left, now
+        return size <= left
 
 
 class Refusals:

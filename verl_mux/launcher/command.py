@@ -98,8 +98,11 @@ def run_jobs(run: RunFile) -> dict:
         _see_through(watch, coordinator, jobs, fillers)
         # Peak bytes of tagged device memory by node and schedule segment.
         peaks = {node: state["peak_bytes_by_segment"] for node, state in nodes_of(watch.snapshot).items()}
-        (run.directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
-        result = _finish(run, watch, under_way.started_at)
+        try:
+            (run.directory / "peaks.json").write_text(json.dumps(peaks, indent=2) + "\n")
+            result = _finish(run, watch, under_way.started_at)
+        except OSError as error:
+            raise Failure(f"the run is over, but its summary cannot be written to {run.directory}: {error.strerror}") from None
     if watch.failed and watch.all_ended:  # printed once more at the end: what was printed before has scrolled away
         text = "; ".join(f"job {name} {what}" for name, what in watch.failed.items())
         raise UserError(text) if watch.refused.issuperset(watch.failed) else Failure(text)

@@ -60,7 +60,7 @@ class Account:
                 cpu[_kind(process)] += used[key] - self._used.get(key, 0.0)
         if self._at:
             line = {"start": self._at, "end": now, "cpu": {name: round(seconds, 3) for name, seconds in cpu.items()}}
-            with self._path.open("a") as file:
+            with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk costs figures, not the run
                 file.write(json.dumps(line) + "\n")
         # A process that could not be read now may be there again at the next look, and has not used all of its time since then.
         self._at, self._used = now, {**self._used, **used}

@@ -7,7 +7,6 @@ Of a job nothing is started; its command is only composed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -27,12 +25,14 @@ from rich.console import Console
 from verl_mux import upstream
 from verl_mux.composed_config import at
 from verl_mux.config.completion import judge
+from verl_mux.config.job_checks import is_supported, version_of
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.doctor_gpu import Check, gpu_checks, read_machine
 from verl_mux.launcher.plan_memory import certificate, configs_of
 from verl_mux.launcher.run_processes import composed, require_verl
 from verl_mux.platform.choose import accelerator_present, cpu_package_missing, cpu_platform_wanted
 from verl_mux.platform.cuda_packages import FLASH_ATTENTION
+from verl_mux.platform.host_memory import room
 from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.yaml_file import read_yaml
 
@@ -143,7 +143,8 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     needed = (
         f"two jobs of the demo need about {_DEMO_HOST_GIB} GiB; real ones keep weights and optimizer states of every job here"
     )
-    yield _enough("host memory", psutil.virtual_memory().available, _DEMO_HOST_GIB, needed)
+    memory = room()
+    yield _enough("host memory", memory.available, _DEMO_HOST_GIB, needed, memory.source)
     yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
     yield _space(os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs go below the working directory; free some space")
     yield _ports()
@@ -153,15 +154,11 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
 
 def _version(name: str, tested: str, supported: str) -> Check:
     """`supported`: a range as in pyproject.toml, or "" for any."""
-    from packaging.specifiers import SpecifierSet
-
-    builds = [name, f"{name}-cpu"]  # vLLM's build for the CPU has a name of its own
-    found = next((it.version for build in builds for it in importlib.metadata.distributions(name=build)), None)
-    if found is None:
+    if (found := version_of(name)) is None:
         advice = f"install {name}{supported or '==' + tested}, or `make demo`, which installs requirements/lock.txt"
         return Check(name, False, "not installed", advice)
     version = f"{found} (supported: {supported})" if supported else found
-    if not SpecifierSet(supported).contains(found, prereleases=True):
+    if not is_supported(found, supported):
         return Check(name, False, version, f"verl_mux does not work with this version; install {name}{supported}")
     same = found.split("+")[0] == tested
     return Check(name, True if same else None, version, "" if same else f"tested with {tested}; run tests/upstream")
@@ -200,9 +197,9 @@ def _space(path: str, wanted: float, advice: str) -> Check:
     return _enough(path, shutil.disk_usage(path).free, wanted, advice)
 
 
-def _enough(name: str, free: int, wanted_gib: float, advice: str) -> Check:
+def _enough(name: str, free: int, wanted_gib: float, advice: str, source: str = "") -> Check:
     ok = free >= wanted_gib * 2**30
-    return Check(name, ok, f"{free / 2**30:.1f} GiB free", "" if ok else advice)
+    return Check(name, ok, f"{free / 2**30:.1f} GiB free{source and f' of {source}'}", "" if ok else advice)
 
 
 def _ports() -> Check:

@@ -32,6 +32,7 @@ from verl_mux.platform.cuda_packages import (
     torch_cuda,
     with_torchs_runtime,
 )
+from verl_mux.platform.host_memory import room
 
 _QUERY = "index,name,memory.total,compute_mode,mig.mode.current,persistence_mode"
 _SHM_GB, _OBJECT_STORE_GB = 1, 10  # NCCL's buffers of eight ranks; what recipes/cluster/clusters.py gives a Ray node
@@ -282,7 +283,7 @@ def read_machine(engines: Sequence[str]) -> Machine:
         raylets=_raylets(),
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
-        memory=psutil.virtual_memory().total,
+        memory=room().total,
     )
 
 

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, R
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import Failure
 from verl_mux.trainer.job_hosts import ActorWatch
-from verl_mux.trainer.prompts import TOO_MANY_FILTERED
+from verl_mux.trainer.prompts import ALL_FAIL, FAILED_STEPS, TOO_MANY_FILTERED
 from verl_mux.trainer.step_rollout import StepRollout
 
 
@@ -41,6 +41,7 @@ class MuxReplayBuffer(ReplayBufferAsync):
         self._next = 0
         self._settled: dict[int, int] = {}
         self._wanted = 0  # samples of the batch that is waited for
+        self._failed = 0  # groups, one after the other
         self._drains = False  # see replace_filtered
         self._filtered: Counter[float] = Counter()  # groups of this step without a signal, by the value that all have
 
@@ -109,6 +110,10 @@ class MuxReplayBuffer(ReplayBufferAsync):
         return list(self.prompt_global_steps[partition_id])
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
+        failed = uids & self.failure_keys[partition_id]
+        self._failed = 0 if self.finished_keys[partition_id] else self._failed + len(failed)
+        if self._failed >= FAILED_STEPS * max(self._wanted // self._samples_of_prompt.get(partition_id, 1), 1):
+            raise Failure(ALL_FAIL.format(self._failed))
         super()._clear_groups(partition_id, uids)
         self._forget_order(uids)
 

@@ -33,7 +33,7 @@ from verl_mux.rollout.control.segments import SegmentSteps
 from verl_mux.rollout.instructions import Abort, Draw, Drop, Finish, Instruction, Launch, Report, Segment
 from verl_mux.trainer.job_hosts import ActorWatch
 from verl_mux.trainer.phases import Phases
-from verl_mux.trainer.prompts import TOO_MANY_FILTERED, Prompts, stamped
+from verl_mux.trainer.prompts import ALL_FAIL, FAILED_STEPS, TOO_MANY_FILTERED, Prompts, stamped
 from verl_mux.trainer.replica_moves import ReplicaMoves
 
 _FILE = "mux_rollout.json"
@@ -61,7 +61,7 @@ class StepRollout:
         self._saved = saved
         if saved is not None:
             self.machine.restore(saved["machine"])
-        self._step = self._done = self._wanted = 0
+        self._step = self._done = self._failed = self._wanted = 0  # failed: groups that were given up for it
         self._launched: set[tuple[str, int]] = set()  # samples of this step: one that failed and starts again is one
         self._began = 0.0
         self._finished: tuple[str, ...] | None = None
@@ -72,7 +72,7 @@ class StepRollout:
     def begin(self, step: int, wanted: int) -> None:
         """Launch a step that trains `wanted` prompt groups."""
         self._step, self._wanted, self._finished, self._began = step, wanted, None, time.perf_counter()
-        self._launched, self._done = set(), 0
+        self._launched, self._done, self._failed = set(), 0, 0
         self._carry_out(self.machine.begin(wanted))
 
     def run(self) -> list[str]:
@@ -85,6 +85,8 @@ class StepRollout:
                         report = report._replace(kind="filtered")
                 self._carry_out(self.machine.report(report))
             self._watch.check()
+            if not self._done and self._failed >= FAILED_STEPS * self._wanted:
+                raise Failure(ALL_FAIL.format(self._failed))
             self._phases.mux.progress(self._done, max(len(self._launched), 1))
             if self._finished is None:
                 self._moves.consider(self._done, len(self._launched))
@@ -134,6 +136,7 @@ class StepRollout:
             self._manager.cut([(it.group, it.sample) for it in aborts])
         for it in instructions:
             if isinstance(it, Drop):
+                self._failed += it.reason == "failed"
                 self._take_off([it.group], self._manager.drop)
                 self._buffer.clear_groups({it.group})
                 self._prompts.order.forget({it.group})

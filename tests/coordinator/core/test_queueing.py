@@ -1,5 +1,7 @@
 """Which request may go next; silence beyond the lease, and phases that take too long."""
 
+import time
+
 import pytest
 
 from tests.coordinator.driver import POOLS, Driver, config
@@ -151,6 +153,18 @@ def test_step_one_waits_until_the_expected_jobs_are_through_with_init():
     assert world.why_not("a") == ["start"]
     world.ask("b", "rollout", 1)
     assert world.running("a") == [("rollout", 1)]
+
+
+def test_a_node_named_thousands_of_times_is_asked_for_once_and_delays_no_other_request():
+    world = World("a", "b", "c")
+    for number in range(m.REQUESTS_OF_A_JOB - 1):
+        for job in "abc":
+            asked = {"key": f"{job}{number}", "phase": "rollout", "step": 1, "nodes": ["r0"] * 4096}
+            world.do(m.LeaseRequest(**world.who(job), **asked))
+    began = time.process_time()
+    world.do(m.LeaseRequest(**world.who("c"), key="train", phase="train", step=1, nodes=["t0"]))
+    assert time.process_time() - began < 0.1 and world.holders("t0") == ["c"]
+    assert all(request.nodes == ["r0"] for request in world.machine.state.requests)
 
 
 def test_step_zero_is_what_comes_before_the_first_step_and_waits_for_no_gate():

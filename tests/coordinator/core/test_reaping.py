@@ -52,10 +52,17 @@ def test_a_silent_job_is_described_but_neither_gone_nor_ended(make):
 
 
 def test_members_on_other_hosts_are_waited_for_until_the_remote_grace(make):
-    verdict = judge(dying(AWAY), [], "here", make(), 1e6)
+    state = holding("r0")
+    verdict = judge(dying(AWAY), [], "here", make(), 1e6, state=state)
     assert (verdict.gone, verdict.waits_for) == (False, ["pid 3 on there (not visible from here)"])
-    assert judge(dying(AWAY), [], "here", make(remote_grace=30), 39.0).gone is False
-    assert judge(dying(AWAY), [], "here", make(remote_grace=30), 41.0).gone is True
+    assert judge(dying(AWAY), [], "here", make(remote_grace=30), 39.0, state=state).gone is False
+    assert judge(dying(AWAY), [], "here", make(remote_grace=30), 41.0, state=state).gone is True
+
+
+def test_a_job_that_holds_nothing_is_not_on_record_for_ever_because_nothing_can_see_its_processes(make):
+    assert judge(dying(AWAY, host="there"), [], "here", make(), 69.0).gone is False
+    assert judge(dying(AWAY, host="there"), [], "here", make(), 71.0).gone is True
+    assert judge(dying(AWAY, host="there"), [WORKER], "here", make(), 71.0).gone is False
 
 
 def test_a_driver_elsewhere_is_believed_gone_when_its_starter_says_so(make):

@@ -73,6 +73,11 @@ def test_a_job_that_was_given_up_cannot_come_back(machine):
     assert register(machine, again=True).reason == "job 'a' was given up: its driver process died"
 
 
+def test_a_name_that_names_folders_is_refused(machine):
+    assert register(machine, job="a/b").reason.startswith("job 'a/b' has a slash in its name")
+    assert machine.state.jobs == {}
+
+
 def test_one_uid_cannot_stand_for_two_jobs(machine):
     register(machine, uid="same")
     refused = register(machine, job="b", uid="same")

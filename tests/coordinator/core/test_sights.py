@@ -207,6 +207,22 @@ def test_of_a_job_told_to_have_exited_nothing_is_looked_for_that_ended(world):
     assert world.answer.look_for == {}
 
 
+def test_of_more_dying_jobs_than_a_report_can_name_those_are_looked_for_that_hold_nodes(world):
+    world.report()
+    for number in range(1100):
+        where = {"host": "unseen", "pid": 7, "started": 1, "nodes": {"rollout": ["r0"]}}
+        world.do(m.Register(**world.who(f"x{number}"), **where), after=0.0)
+        world.evict(f"x{number}")
+    world.evict("a")
+    world.report()
+    assert "a:1" in world.answer.look_for and len(world.answer.look_for) <= 1024
+    world.report()
+    assert world.refused is None and world.verdict().free == ["r1"]
+    looks = [Look(uid, []) for uid in world.answer.look_for]
+    report = m.AgentReport(agent="g", number=9, host=m.HostName("h", [], "b", "1"), source="ledger", looks=looks)
+    assert m.decode(m.encode(report)) == report
+
+
 def test_added_nodes_are_there_at_once_and_removed_ones_are_not(world):
     pools = config(pools={**POOLS, "more": {"nodes": [{"name": "m0", "host": "hostb", "gpu_ids": [2], "gpus": 1}]}}).pools
     world.do(r.PoolsChanged(pools=pools))

@@ -5,8 +5,9 @@ import pytest
 
 from tests.coordinator.driver import SIDES, Driver, config
 from verl_mux.coordinator.bus import messages as m
+from verl_mux.coordinator.core import state
 from verl_mux.coordinator.core.records import DriverDied, Input, JobExited, JobSilent, JobState, ProcessesGone, State
-from verl_mux.coordinator.core.state import MOVES, IllegalMove, Machine, UnknownJob
+from verl_mux.coordinator.core.state import MOVES, Fault, IllegalMove, Machine, UnknownJob
 
 
 def copied(state):
@@ -358,3 +359,30 @@ def test_while_jobs_are_expected_so_many_ends_are_counted_and_no_more():
     for number in range(10):
         driver.do(JobExited(job=f"unknown{number}"))
     assert driver.machine.state.started and len(driver.machine.state.jobs) == 3
+
+
+def test_what_a_machine_fails_at_is_taken_back_however_much_it_had_handled(two, monkeypatch):
+    for step in range(1, 200):
+        two.now += 1
+        for what in (
+            m.LeaseRequest(**two.who("a"), key=str(step), phase="rollout", step=step, nodes=["r0"]),
+            m.LeaseRelease(**two.who("a"), token=two.machine.state.token + 1),
+            m.MemoryReport(**two.who("a"), node="nowhere", tags={}),
+        ):
+            two.machine.attempt(Input(two.now, what))
+    before = copied(two.machine.state)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.machine, "_settle", lambda now: 1 / 0)
+        with pytest.raises(Fault):
+            two.machine.attempt(Input(two.now, m.LeaseRequest(**two.who("b"), key="k", phase="rollout", step=1, nodes=["r0"])))
+    assert two.machine.state == before
+    two.ask("b", "rollout", 1, ["r0"])
+    assert two.holders("r0") == ["b"]
+
+
+def test_an_input_costs_no_copy_of_all_records(two, monkeypatch):
+    copies, encode = [], state._encode
+    monkeypatch.setattr(state, "_encode", lambda what: copies.append(what) or encode(what))
+    for number in range(640):
+        two.machine.attempt(Input(two.now, m.PhaseNote(**two.who("a"), note=str(number))))
+    assert sum(isinstance(what, State) for what in copies) <= 11

@@ -1,5 +1,6 @@
 """What clients claim after a loss of memory."""
 
+import msgspec
 import pytest
 
 from tests.coordinator.driver import Driver, config
@@ -59,6 +60,37 @@ def test_what_no_coordinator_can_have_granted_is_not_believed(driver, made_up):
     driver.register("a", again=True, held=[made_up])
     assert taken_away(driver, "a") == [made_up.token]
     assert driver.machine.state.leases == {}
+
+
+@pytest.fixture
+def secret_driver(driver):
+    """Its coordinator has keys: a job `a` was granted r0 and r1 before the memory was lost."""
+    before = Driver(Machine(config()))
+    before.machine.secret = driver.machine.secret = b"of the keys"
+    before.machine.state.token = 4
+    before.register("a")
+    (granted,) = before.ask("a", "rollout", 1, ["r0", "r1"])
+    driver.granted = m.Claim(**{name: getattr(granted, name) for name in m.Claim.__struct_fields__})
+    return driver
+
+
+def test_a_claim_takes_no_node_from_its_holder_without_the_proof_of_a_grant(secret_driver):
+    driver, true = secret_driver, secret_driver.granted
+    driver.register("a", again=True, held=[true])
+    later = msgspec.structs.replace(true, token=true.token + 1)
+    for number, forged in enumerate([claim(7), later, msgspec.structs.replace(later, granted=["r0"])]):
+        driver.register(f"thief{number}", again=True, held=[forged])
+    driver.register("thief", uid="a:2", again=True, held=[msgspec.structs.replace(later, proof=b"")])
+    assert driver.holders("r0") == driver.holders("r1") == ["a"] and taken_away(driver, "a") == []
+
+
+def test_a_proof_holds_for_what_is_left_of_a_lease_and_for_no_other_node_nor_job(secret_driver):
+    driver, true = secret_driver, secret_driver.granted
+    driver.register("b", again=True, held=[true])
+    driver.register("c", again=True, held=[msgspec.structs.replace(true, nodes=["t0"])])
+    assert not driver.machine.state.leases
+    driver.register("a", again=True, held=[msgspec.structs.replace(true, nodes=["r1"])])
+    assert (driver.holders("r0"), driver.holders("r1")) == ([], ["a"])
 
 
 def test_registering_again_keeps_nobody_from_being_granted(driver):

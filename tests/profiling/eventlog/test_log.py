@@ -319,6 +319,42 @@ def test_a_directory_that_cannot_be_written_costs_lines_and_nothing_else(tmp_pat
     assert texts(tmp_path / "fine")["step_1/worker_0.jsonl"] == "y\n"
 
 
+def deep(levels):
+    value = 1
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "hostile", ["half \ud83d of a character", {"\udc80": ["\ud800"]}, deep(1200)], ids=["text", "key", "deep"]
+)
+def test_what_is_no_json_is_replaced_and_not_lost(tmp_path, hostile):
+    log = EventLog(tmp_path)
+    log.log("tool_execution", 1.0, {"request_id": "a", "tool": hostile})
+    log.close()
+    (line,) = read(tmp_path)
+    assert line["event"] == "tool_execution" and line["extra"]["request_id"] == "a"
+    assert "?" in json.dumps(line["extra"]["tool"]) or "<dict>" in json.dumps(line["extra"]["tool"])
+
+
+def test_what_cannot_be_written_at_all_is_said_and_does_not_hide_a_disk_error(tmp_path, caplog):
+    class Hostile(dict):
+        def items(self):
+            raise ValueError("no items")
+
+    log, writer = EventLog(tmp_path), log_module.writer()
+    failed = writer.failed
+    log.log("sync", 1.0, Hostile(a="\ud800"))
+    log.close()
+    (dropped,) = [line for line in read(tmp_path, own=False) if line["event"] == "log_dropped"]
+    assert dropped["extra"] == {"count": 1} and writer.failed == failed
+    writer, owner = LineWriter(), Owner(tmp_path / "trainer" / "step_0" / "worker_0.jsonl")
+    writer.put(owner, 1, b"x\n")
+    assert writer.flush(10.0)
+    assert "cannot write" in caplog.text
+
+
 def test_many_steps_do_not_keep_many_files_open(tmp_path):
     writer, owner = LineWriter(), Owner(tmp_path)
     before = len(os.listdir("/proc/self/fd"))

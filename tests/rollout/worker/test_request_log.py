@@ -118,6 +118,12 @@ def test_a_request_that_is_given_up_is_not_told_as_complete(log, error, reason):
     assert named(log, "aborted_request_with_cancelled_error")[0]["reason"] == reason
 
 
+def test_a_request_that_failed_says_of_what_in_one_line(log):
+    with pytest.raises(ValueError), request_log.request(log, "u_0", 5):
+        raise ValueError("no such tool\nand much more" + "x" * 9999)
+    assert named(log, "aborted_request_with_cancelled_error")[0]["error"] == "ValueError: no such tool"
+
+
 def test_the_score_is_told_with_the_reward_and_the_request(log):
     with request_log.request(log, "u_0", 5), request_log.part("reward_calculation") as told:
         told["score"] = request_log.scored(0.25)

@@ -270,6 +270,8 @@ _BATCH = 64
 # Connections that wait to be accepted. ZeroMQ's 100 are too few when all jobs come back at once: the kernel drops the others,
 # which try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
 _BACKLOG = 2**16 - 1
+# A connection that has not shown a key by then is closed: each is an open file.
+_HANDSHAKE_MS = 5000
 
 
 class _Roles(zmq.auth.asyncio.AsyncioAuthenticator):
@@ -306,6 +308,7 @@ class Router:
         self._socket.setsockopt(zmq.SNDHWM, m.QUEUE_PER_CLIENT)
         self._socket.setsockopt(zmq.RCVHWM, m.UNREAD_PER_CLIENT)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.curve_server, self._socket.curve_publickey, self._socket.curve_secretkey = True, keys.public, keys.secret
         self._roles = _Roles(self._context, keys.roles)
         self._roles.start()

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from verl_mux.coordinator.bus.messages import Member
+from verl_mux.coordinator.bus.messages import Look, Member
 
 
 def boot_id() -> str:
@@ -49,6 +52,8 @@ def seconds_since_boot() -> float:
 
 
 UID_VARIABLE = "VERL_MUX_JOB_UID"
+# A process may go on as another program with another environment.
+_READ_AGAIN_S = 10.0
 _PR_SET_PDEATHSIG = 1
 HOST = socket.gethostname()
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -98,10 +103,23 @@ def carriers(uid: str) -> list[Member]:
     family = own_family()
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
+        with _if_it_can_be_read():
             if process.pid not in family and mark_of(process.pid) == uid:
                 found.append(member_of(process.pid))
     return found
+
+
+@contextlib.contextmanager
+def _if_it_can_be_read() -> Iterator[None]:
+    """Passes over a process that is gone, or another user's. Raises OSError where this process has no descriptor left to look
+    with, for then the process may well be alive."""
+    try:
+        yield
+    except psutil.Error:
+        pass
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
 
 
 def own_family() -> set[int]:
@@ -112,6 +130,48 @@ def own_family() -> set[int]:
 def mark_of(pid: int) -> str:
     """The uid that the process was started with; empty: none. Raises psutil.Error, OSError, also where this user may not look."""
     return str(psutil.Process(pid).environ().get(UID_VARIABLE, ""))
+
+
+class Marked:
+    """`find` -> uid -> processes. It remembers those found: one that is ending has no environment any more, but holds memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[Member, str] = {}  # with its uid; empty: none
+        self._read_at = float("-inf")
+
+    def find(self, fresh: bool) -> dict[str, list[Member]]:
+        fresh = fresh or time.monotonic() - self._read_at > _READ_AGAIN_S
+        if fresh:
+            self._read_at = time.monotonic()
+        family = own_family()
+        known: dict[Member, str] = {}
+        for pid in psutil.pids():
+            if pid in family:
+                continue
+            with _if_it_can_be_read():
+                member = member_of(pid)
+                known[member] = self._known.get(member, "")
+                if fresh or member not in self._known:
+                    known[member] = mark_of(pid) or known[member]
+        self._known = known
+        marked: defaultdict[str, list[Member]] = defaultdict(list)
+        for member, uid in known.items():
+            if uid and is_alive(member):
+                marked[uid].append(member)
+        return dict(marked)
+
+    def look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
+        """For each uid: which of these processes, and which with the mark of the uid, live. Where none is found there is a second
+        look: the first may miss what a dying process starts while it goes on."""
+        first = self._look(asked)
+        unsure = {look.uid: asked[look.uid] for look in first if not look.alive}
+        again = {look.uid: look for look in self._look(unsure)} if unsure else {}
+        return [again.get(look.uid, look) for look in first]
+
+    def _look(self, asked: Mapping[str, Sequence[Member]]) -> list[Look]:
+        marked = self.find(fresh=True)
+        alive = {uid: [*filter(is_alive, known), *marked.get(uid, ())] for uid, known in asked.items()}
+        return [Look(uid, list(dict.fromkeys(processes))) for uid, processes in alive.items()]
 
 
 def survivors(uid: str | None, known: list[Member]) -> list[Member]:

@@ -37,17 +37,24 @@ JOBS = 20_000
 ENDED_JOBS_REMEMBERED = 1_000
 CLIENTS_OF_A_JOB = 256
 REQUESTS_OF_A_JOB = 64
+# What a job may send, which is written to the journal.
+BYTES_PER_S, BYTES_AT_ONCE = 2**18, 2**22
+# Of all records together; beyond it a job may only hold its even share.
+RECORD_BYTES = 2**26
 TAGS_ON_A_NODE = 64
 # kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
 MOST_ADDRESSES = 4096
+MOST_PROCESSES = 4096
 
 Name = Annotated[str, Meta(max_length=256)]
+Id = Annotated[str, Meta(min_length=1, max_length=256)]  # what is known by none is not on record under an empty name
 # Texts that `status` shows hold nothing that terminals act upon (C0, but for tab and newline in texts, DEL, C1) or that turns
 # the direction of writing. Checked where they come in: names in a job's other messages must be those it registered.
 _ALWAYS_REFUSED = r"\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 _PLAIN_NAME = rf"\A[^\x00-\x0a{_ALWAYS_REFUSED}]*\Z"
 _PLAIN_TEXT = rf"\A[^\x00-\x08{_ALWAYS_REFUSED}]*\Z"
 ShownName = Annotated[str, Meta(max_length=256, pattern=_PLAIN_NAME)]
+ShownId = Annotated[str, Meta(min_length=1, max_length=256, pattern=_PLAIN_NAME)]
 Text = Annotated[str, Meta(max_length=4096, pattern=_PLAIN_TEXT)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 # The state machine refuses a negative step, in better words.
@@ -65,7 +72,7 @@ Factor = Annotated[float, Meta(ge=0, le=1e6)]
 Nodes = Annotated[list[Name], Meta(max_length=4096)]
 Sides = Annotated[dict[Name, Nodes], Meta(max_length=8)]
 Gpus = Annotated[dict[Name, Count], Meta(max_length=4096)]
-Metrics = Annotated[dict[ShownName, float], Meta(max_length=1024)]
+Metrics = Annotated[dict[ShownName, float], Meta(max_length=64)]
 Tags = Annotated[dict[ShownName, Bytes], Meta(max_length=TAGS_ON_A_NODE)]
 HostMemory = Annotated[dict[Name, dict[ShownName, Annotated[int, Meta(ge=0, le=2**43)]]], Meta(max_length=8)]
 
@@ -82,9 +89,9 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, tag_field="type"):
 
 
 class FromJob(Message, kw_only=True, frozen=True):
-    job: Name
-    uid: Name
-    client: Name
+    job: Id
+    uid: Id
+    client: Id
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -100,11 +107,12 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     space: Name = ""
 
 
-Members = Annotated[list[Member], Meta(max_length=4096)]
+Members = Annotated[list[Member], Meta(max_length=MOST_PROCESSES)]
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
-    """A lease that a client holds already and asserts again after it lost the coordinator."""
+    """A lease that a client holds already and asserts again after it lost the coordinator. `granted`, `proof`: as in the grant;
+    of the nodes some may have been given back since."""
 
     token: ClaimedToken
     key: Name
@@ -112,6 +120,8 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
     step: Count
     nodes: Nodes
     granted_at: Seconds
+    granted: Nodes = []
+    proof: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 # --- leases: a job's client to the coordinator -----------------------------------------------------------------------
@@ -120,9 +130,9 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
 class Register(FromJob, kw_only=True, frozen=True, tag="REGISTER"):
     """Asks to be taken as a job, or as one more client of it."""
 
-    job: ShownName
-    uid: ShownName
-    client: ShownName
+    job: ShownId
+    uid: ShownId
+    client: ShownId
     # Of the driver.
     host: ShownName
     pid: Count
@@ -303,6 +313,8 @@ class LeaseGrant(Message, kw_only=True, frozen=True, tag="LEASE_GRANT"):
     step: int
     nodes: list[str]
     granted_at: float
+    granted: list[str] = []  # the nodes that `proof` is about
+    proof: bytes = b""  # by which the coordinator, or one with its keys, knows that it granted this, whatever it has lost
 
 
 class LeaseReleased(Message, kw_only=True, frozen=True, tag="LEASE_RELEASED"):
@@ -366,8 +378,8 @@ class JobOver(Message, kw_only=True, frozen=True, tag="JOB_OVER"):
     """From a launcher: the driver of this start of the job (its `uid`) ended. Answered with JobEnded, or Unknown while another
     start runs. Where jobs are expected (`expect_jobs`), one that never registered counts as arrived."""
 
-    job: ShownName
-    uid: Name
+    job: ShownId
+    uid: Id
 
 
 class Evict(Message, kw_only=True, frozen=True, tag="EVICT"):
@@ -434,7 +446,7 @@ class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     source: Source
     looks: Annotated[list[Look], Meta(max_length=1024)] = []
     dead: Members = []
-    holders: Annotated[list[Holder], Meta(max_length=4096)] = []
+    holders: Annotated[list[Holder], Meta(max_length=MOST_PROCESSES)] = []
     others: Tags = {}
     memory_free: Bytes = 0
     memory_total: Bytes = 0

@@ -12,6 +12,8 @@ LEASE_LOST. A request that comes once more after its lease was given back, late 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -48,6 +50,14 @@ def epoch_of(token: int) -> int:
 LAST_EPOCH = (1 << 20) - 1
 # The last token of the last epoch but one: a start must be able to come after it.
 LAST_TOKEN = tokens_before(LAST_EPOCH) - 1
+# More starts than a coordinator has in years, and few enough to leave room for as many again.
+_MANY_STARTS = 1 << 16
+
+
+def last_possible(wall: float) -> int:
+    """The last token that predecessors may have given out, for a start that knows of none, by the wall clock (epoch seconds).
+    Were a client believed that claims to have seen LAST_TOKEN, no start could come after this one."""
+    return min(max(token_at(wall), tokens_before(_MANY_STARTS)), LAST_TOKEN)
 
 
 class Feature:
@@ -125,18 +135,22 @@ def about(lease: Lease) -> dict[str, Any]:
 
 
 def asked_for(source: m.LeaseRequest | Request) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step", "nodes")}
+    """Each node once: a list of one node in thousands of copies would keep every later request waiting."""
+    fields = {name: getattr(source, name) for name in ("key", "job", "client", "phase", "step")}
+    return {**fields, "nodes": list(dict.fromkeys(source.nodes))}
 
 
 class Leases:
     """The records, and what changes leases in them. `epoch` names this start of the coordinator. `called_back`: by token, the
-    running time at which a filler was asked to leave."""
+    running time at which a filler was asked to leave. `secret`: of the coordinator's keys, by which it knows the leases that were
+    granted under these keys; empty: every claim passes for one."""
 
     def __init__(self, config: Config, epoch: str, state: State) -> None:
         self.config, self.epoch, self.state = config, epoch, state
         self.running = queueing.RunningTime()
         self.features: list[Feature] = []
         self.called_back: dict[int, float] = {}
+        self.secret = b""
 
     def lease_of(self, job: Job, token: int) -> Lease | None:
         lease = self.state.leases.get(token)
@@ -148,7 +162,21 @@ class Leases:
     def grant(self, lease: Lease) -> m.LeaseGrant:
         """The message that brings the lease to its client."""
         fields = ("key", "token", "phase", "step", "nodes", "granted_at")
-        return m.LeaseGrant(epoch=self.epoch, **{name: getattr(lease, name) for name in fields})
+        said = {name: getattr(lease, name) for name in fields}
+        if self.secret:
+            said |= {"granted": lease.nodes, "proof": self._proof(self.state.jobs[lease.job], lease, lease.nodes)}
+        return m.LeaseGrant(epoch=self.epoch, **said)
+
+    def is_proven(self, job: Job, claim: m.Claim) -> bool:
+        """Whether a coordinator with these keys granted the claimed lease to this start of the job."""
+        if not self.secret:
+            return True
+        return set(claim.nodes) <= set(claim.granted) and hmac.compare_digest(claim.proof, self._proof(job, claim, claim.granted))
+
+    def _proof(self, job: Job, lease: Lease | m.Claim, nodes: list[str]) -> bytes:
+        """It needs no record: a journal may be lost."""
+        about = msgspec.msgpack.encode([job.name, job.uid, lease.token, lease.key, lease.phase, lease.step, nodes])
+        return hashlib.blake2b(about, digest_size=16, key=self.secret, person=b"verl-mux lease").digest()
 
     def give(self, request: Request, nodes: list[str], now: float) -> list[Instruction]:
         """Gives out the lease that was asked for, on these nodes."""

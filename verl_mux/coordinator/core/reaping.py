@@ -27,6 +27,10 @@ from verl_mux.coordinator.core.settings import Config
 
 # Seconds between two reports: of a host where nothing ends, and of one where something should.
 CALM_S, DYING_S = 0.5, 0.1
+# A dying job that holds no node, and whose processes nothing can see, is on record for this long, with its name.
+UNSEEN_KEPT_S = 60.0
+# Jobs that an agent looks for at once; of more than the second number it does so at its calm pace.
+_LOOKS, _LOOKS_AT_DYING_PACE = 1000, 64
 
 
 class Sight(NamedTuple):
@@ -89,6 +93,8 @@ class _Case:
         settled = {*free, *(node for nodes in owed.values() for node in nodes)}
         left = [node for node in self._held if node not in settled and self._place(node)]
         away = [member for member in self._known if self._fate(member) is _Fate.UNSEEN]
+        if not self._held and self._since > max(UNSEEN_KEPT_S, self._config.lease_timeout):
+            away = []
         empty = all(sight.looks.get(job.uid) == [] for sight in self._sights if not sight.gone)
         over = job.has_exited or bool(job.condemned) or driver is not _Fate.ALIVE
         # A filler was asked to leave before, or its driver is dead; a job may wait for its nodes.
@@ -203,19 +209,24 @@ class Sights:
     def answer(self, report: m.AgentReport, state: State, config: Config, epoch: str, end: Sequence[str]) -> m.AgentAnswer:
         """`end`: uids of dying jobs whose processes may be ended."""
         host = state.hosts.get(report.host.key)
-        owed = [owed.uid for owed in host.owed] if host else []
-        dying = {job.uid: [job.driver, *job.members] for job in state.jobs.values() if job.state is JobState.DYING}
+        owed = host.owed if host else []
         here = Sight("", report.host.names, report.host.space, {})
-        look_for = {uid: [member for member in dying.get(uid, []) if here.covers(member)] for uid in (*dying, *owed)}
+        dying = {job.uid: job for job in state.jobs.values() if job.state is JobState.DYING}
+        # Those first for which nodes wait; if there are too many, the others follow when these are gone.
+        holding = {lease.job for lease in state.leases.values()}
+        waited = {uid for uid, job in dying.items() if job.name in holding} | {owing.uid for owing in owed if owing.nodes}
+        uids = sorted(dict.fromkeys([*dying, *(owing.uid for owing in owed)]), key=lambda uid: uid not in waited)[:_LOOKS]
+        known = {uid: [dying[uid].driver, *dying[uid].members] if uid in dying else [] for uid in uids}
+        look_for = {uid: [member for member in processes if here.covers(member)] for uid, processes in known.items()}
         is_ending = any(look.alive for look in report.looks) or look_for.keys() != {look.uid for look in report.looks}
         seen = {holder.uid for holder in report.holders}
         return m.AgentAnswer(
             number=report.number,
             epoch=epoch,
-            again_s=DYING_S if is_ending else CALM_S,
+            again_s=DYING_S if is_ending and len(look_for) <= _LOOKS_AT_DYING_PACE else CALM_S,
             look_for=look_for,
             drivers=[job.driver for job in state.jobs.values() if job.state in RUNNING and here.covers(job.driver)],
-            end=[*end, *(owed if config.kill else [])],
+            end=[*end, *(owing.uid for owing in owed if config.kill)],
             nodes=_nodes_of(report.host, state, config),
             jobs={job.uid: job.name for job in state.jobs.values() if job.uid in seen},
         )

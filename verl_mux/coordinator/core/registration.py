@@ -6,7 +6,8 @@ Runs in the coordinator, called by state.py; pure.
 Claims: a coordinator that may not know what its predecessor granted settles: for one lease time it grants nothing, and clients,
 which register again with a coordinator that they do not know, claim their leases. Claims are believed about tokens of that time
 (`unknown_up_to`), as the predecessor kept leases apart. Where two leases meet on a node the later one is right: the other one
-must have ended before the later was granted. A pause of the coordinator does not count, as it hears no client then.
+must have ended before the later was granted. A claim needs the proof that came with its grant: without it a job could take the
+node of another by a number that is later still. A pause of the coordinator does not count, as it hears no client then.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def _refusal(core: Leases, asked: m.Register, known: Job | None) -> str | None:
     elif known is not None and known.state is not JobState.ENDED:
         doing = "is ending, but its processes are not all gone" if known.state is JobState.DYING else "is running"
         return f"a job named {name!r} {doing} (pid {known.pid} on {known.host}); job names are unique"
+    if "/" in name:
+        return f"job {name!r} has a slash in its name, which names folders; give it another (mux.job, or trainer.experiment_name)"
     if any(job.uid == asked.uid and job.name != name and job.state is not JobState.ENDED for job in jobs.values()):
         return f"job {name!r} carries another job's uid; every start needs its own VERL_MUX_JOB_UID"
     if len(clients) >= m.CLIENTS_OF_A_JOB and asked.client not in clients:
@@ -177,15 +180,18 @@ def _take_claim(core: Leases, job: Job, client: str, claim: m.Claim, now: float)
     may_share = queueing.mode(state, core.config) == "uncoordinated" and claim.step > 0
     meets = [each for each in state.leases.values() if not may_share and not set(each.nodes).isdisjoint(claim.nodes)]
     sound = claim.phase in m.PHASES and bool(claim.nodes) and set(claim.nodes) <= set(job.all_nodes)
-    is_believed = sound and 0 < claim.token <= state.unknown_up_to and claim.token not in state.leases
+    is_believed = (
+        sound and core.is_proven(job, claim) and 0 < claim.token <= state.unknown_up_to and claim.token not in state.leases
+    )
     if not is_believed or any(state.settle_until is None or lease.token > claim.token for lease in meets):
         close(job, claim.token, taken_away=True)
         return
     for lease in meets:
         del state.leases[lease.token]
         close(state.jobs[lease.job], lease.token, taken_away=True)
-    fields = {name: getattr(claim, name) for name in ("token", "key", "phase", "step", "nodes")}
-    state.leases[claim.token] = Lease(job=job.name, client=client, granted_at=now, **fields)
+    fields = {name: getattr(claim, name) for name in ("token", "key", "phase", "step")}
+    nodes = list(dict.fromkeys(claim.nodes))
+    state.leases[claim.token] = Lease(job=job.name, client=client, granted_at=now, nodes=nodes, **fields)
     _begin_above(core, claim.token)
 
 

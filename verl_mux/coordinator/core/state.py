@@ -68,8 +68,11 @@ MOVES: dict[JobState | None, dict[type, JobState]] = {
     ENDED: {m.Register: LIVE, r.JobExited: ENDED},
 }
 
+# Inputs that are handled again where the machine fails at one. To keep a copy before each would cost as much as all records.
+_HANDLED_AGAIN = 64
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(State).decode
+_input = msgspec.msgpack.Decoder(Input).decode
 
 
 class IllegalMove(ValueError):
@@ -82,6 +85,11 @@ class UnknownJob(LookupError):
 
 class Fault(Exception):
     """The machine raised what it should not (see the cause); its records are as they were before."""
+
+
+def is_refusal(out: list[Instruction]) -> bool:
+    """Whether the input from which only this follows was refused, and has changed nothing."""
+    return len(out) == 1 and isinstance(out[0], Send) and isinstance(out[0].message, m.Refused)
 
 
 def next_state(job: Job | None, what: AboutJob) -> JobState:
@@ -100,6 +108,8 @@ class Machine(Leases):
         super().__init__(config, epoch, state if state is not None else State())
         self.heard: dict[str, float] = {}
         self._unheard: set[str] = set()  # jobs that have not spoken since the restart
+        self._copy: tuple[bytes, Config] | None = None  # the records as they were before the inputs that follow
+        self._handled: list[bytes] = []  # encoded
         self.features = [feature(self) for feature in FEATURES]
         self._handlers: defaultdict[type, list[Handler]] = defaultdict(list)
         for handlers in (self._own_handlers(), *(feature.handlers() for feature in self.features)):
@@ -131,22 +141,32 @@ class Machine(Leases):
 
     def attempt(self, given: Input) -> list[Instruction]:
         """As `handle`, and changes nothing either where it raises what it should not: that comes out as Fault."""
-        before, config = _encode(self.state) if self.changes(given) else b"", self.config
-        name = getattr(given.what, "job", "")
+        changes, name = self.changes(given), getattr(given.what, "job", "")
+        if changes and (self._copy is None or len(self._handled) >= _HANDLED_AGAIN):
+            self._copy, self._handled = (_encode(self.state), self.config), []
         heard = self.heard.get(name)
         try:
             out = self.handle(given)
-            _encode(given)  # so the journal can write it
+            encoded = _encode(given)  # so the journal can write it
+            self._handled += [encoded] if changes and not is_refusal(out) else []
             return out
         except (IllegalMove, UnknownJob):
             raise
         except Exception as error:
-            if before:
-                self.state, self.config = _decode(before), config
+            if changes and self._copy is not None:
+                again = Machine(self._copy[1], self.epoch, _decode(self._copy[0]))
+                for encoded in self._handled:
+                    again.handle(_input(encoded))
+                self.state, self.config = again.state, again.config
             self.heard.pop(name, None)
             if heard is not None:
                 self.heard[name] = heard
             raise Fault(f"{type(given.what).__name__}: {type(error).__name__}") from error
+
+    @property
+    def size(self) -> int:
+        """Bytes that all records take in a snapshot, as of some inputs ago."""
+        return len(self._copy[0]) if self._copy is not None else 0
 
     def resume(self, now: float) -> None:
         """After a restart: no job has been silent yet."""

@@ -8,7 +8,7 @@
 `timestamp` is the END of the event in local time, `duration_sec` reaches back from it. A call encodes its line (a few
 microseconds), queues it, and neither waits nor raises; one daemon thread a process writes. Runs in every process that logs;
 writes files only. Invariants (asserted by the tests):
-- A full queue or a disk error costs lines, which are counted.
+- A full queue, a disk error or what cannot be JSON costs lines, which are counted.
 - A file holds whole lines. Only a process that dies inside a write leaves a torn one, and that is the last of its run.
 - A child made by fork starts with an empty queue and files of its own; the parent writes what the parent queued.
 - A file rotates at `max_bytes` (`worker_3.jsonl` becomes `worker_3.1.jsonl`); of the files that this process wrote, the oldest go
@@ -74,7 +74,7 @@ class LineWriter:
 
     def __init__(self, max_lines: int = MAX_LINES) -> None:
         self.max_lines = max_lines
-        self.refused: collections.Counter = collections.Counter()  # owner -> lines that found the queue full
+        self.refused: collections.Counter = collections.Counter()  # owner -> lines that found the queue full, or are no JSON
         self.failed = 0  # lines lost to disk errors
         self.caller_seconds = 0.0
         self._logs_cost = os.environ.get(COST_VARIABLE) == "1"
@@ -89,14 +89,19 @@ class LineWriter:
     def put(self, owner, step: int, line: bytes) -> None:
         """Queues `line` (with its newline) for `owner.files.path(step)`. `owner` also has `refusal_line` and `cost_line`."""
         if len(self._lines) >= self.max_lines:
-            with self._lock:
-                self.refused[owner] += 1
-            return
+            return self.drop(owner)
         self._lines.append((owner, step, line))
         if self._thread is None:
             self._start()
         elif len(self._lines) >= WAKE_LINES and not self._wake.is_set():
             self._wake.set()
+
+    def drop(self, owner) -> None:
+        """Counts a line of `owner` that is not written; the log says so as soon as it can."""
+        with self._lock:
+            self.refused[owner] += 1
+        if self._thread is None:
+            self._start()
 
     def flush(self, timeout: float, then: Callable[[], None] | None = None) -> bool:
         """Waits until all that was queued before this call is in the files; False if `timeout` seconds were not enough.
@@ -258,6 +263,18 @@ def _plain(value: Any) -> Any:
 
 
 _encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_DEEPEST = 16
+
+
+def _sound(value: Any, depth: int = 0) -> Any:
+    """The same with a question mark for each character that is none, and no deeper than JSON is read."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, (Mapping, list, tuple)) and depth > _DEEPEST:
+        return f"<{type(value).__name__}>"
+    if isinstance(value, Mapping):
+        return {_sound(str(key)): _sound(one, depth + 1) for key, one in value.items()}
+    return [_sound(one, depth + 1) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 class Span:
@@ -337,7 +354,7 @@ class EventLog:
                 return
             writer().put(self, step, self._line(event, duration_sec, extra, step, timestamp))
         except Exception:  # a log must not stop training, whatever it was handed
-            writer().failed += 1
+            writer().drop(self)
         writer().caller_seconds += time.perf_counter() - began
 
     def wants(self, step: int) -> bool:
@@ -378,7 +395,10 @@ class EventLog:
         entry["workid"] = self._worker
         entry["step"] = step
         entry.update(self._bound)
-        line = _encode(entry)
+        try:
+            line = _encode(entry)
+        except Exception:  # half a character from a model, or values in values without end
+            line = _encode(_sound(entry))
         if len(line) > MAX_LINE_BYTES:
             line = _encode(entry | {"extra": {"truncated_bytes": len(line)}})
         return line + b"\n"

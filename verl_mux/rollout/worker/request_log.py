@@ -70,8 +70,10 @@ def request(log: Any, request_id: str, step: int, **extra: Any) -> Iterator[Requ
     try:
         yield record
     except BaseException as error:
-        reason = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
-        record.event(events.REQUEST_ABORTED, time.perf_counter() - started, reason=reason, response_length=record.response_tokens)
+        why: dict[str, str] = {"reason": "cancelled"}
+        if not isinstance(error, asyncio.CancelledError):
+            why = {"reason": "failed", "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]}
+        record.event(events.REQUEST_ABORTED, time.perf_counter() - started, **why, response_length=record.response_tokens)
         raise
     finally:
         current.reset(token)

@@ -76,6 +76,8 @@ class Extra(msgspec.Struct, gc=False):
     total_requests: Count | None = None
     target_completion: Count | None = None
     path: str | None = None
+    reason: str | None = None
+    error: str | None = None
 
     @property
     def request_name(self) -> str | None:
@@ -149,7 +151,7 @@ def _merged(**columns: str) -> dict[str, pl.Expr]:
 REQUEST_MERGE = _merged(
     min="start at_work",
     sum=" ".join(["parked stays engine_tokens engine_calls", *PARTS]),
-    max="last completed aborted seconds turns final_tokens reward_end score prompt_id",
+    max="last last_event completed aborted seconds turns final_tokens reward_end score prompt_id failed",
     any="validate",
 )
 TURN_MERGE = _merged(max="engine_end", sum=" ".join(["turn_tokens", *TURN_PARTS]))
@@ -210,7 +212,11 @@ def _requests(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
     ends = owned.filter(pl.col("event") == events.REQUEST_COMPLETE).select(*REQUEST_KEY, "line")
     named = _with_extra(ends, lines, _columns(pl.Float64, "score") | _columns(pl.String, "prompt_id"))
     values = named.group_by(REQUEST_KEY).agg(pl.col("score", "prompt_id").max())
-    return _reduced(owned).join(values, on=REQUEST_KEY, how="left", nulls_equal=True)
+    cut = owned.filter(pl.col("event") == events.REQUEST_ABORTED).select(*REQUEST_KEY, "line")
+    failed = _with_extra(cut, lines, _columns(pl.String, "reason", failed="error")).filter(pl.col("reason") == "failed")
+    why = failed.group_by(REQUEST_KEY).agg(pl.col("failed").fill_null("its error was not logged").max())
+    both = _reduced(owned).join(values, on=REQUEST_KEY, how="left", nulls_equal=True)
+    return both.join(why, on=REQUEST_KEY, how="left", nulls_equal=True)
 
 
 def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
@@ -223,6 +229,10 @@ def _reduced(owned: pl.DataFrame) -> pl.DataFrame:
         parked=pl.col("seconds").filter(pl.col("event") == events.REQUEST_PARKED).sum(),
         stays=pl.col("stay").is_not_null().sum(),
         last=pl.col("end").max(),
+        # With its time before it, so that of two pieces of a run the later is the larger.
+        last_event=pl.concat_str(
+            (pl.col("end") * 1e6).cast(pl.Int64).cast(pl.String).str.zfill(20), "event", separator=" "
+        ).max(),
         completed=pl.col("end").filter(complete).max(),
         aborted=pl.col("end").filter(aborted | padded).max(),
         seconds=pl.col("seconds").filter(complete | aborted).max(),
@@ -351,7 +361,7 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
         pl.when(own).then("at_work").otherwise("start").alias("start"),
     )  # fmt: skip
     accounted = pl.sum_horizontal(part for part in SHOWN_PARTS if part != "other")
-    times, figures = ["start", "end", "seconds", "reward_end"], ["tokens", "score", "prompt_id"]
+    times, figures = ["start", "end", "seconds", "reward_end"], ["tokens", "score", "prompt_id", "failed", "last_event"]
     return (
         frame.with_columns((pl.col("seconds") - accounted).clip(0.0).alias("other"))
         .select(*REQUEST_KEY, *times, "status", "turns", "stays", *figures, "parked", "validate", *SHOWN_PARTS)

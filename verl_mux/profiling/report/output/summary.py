@@ -16,7 +16,7 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
-from verl_mux.profiling.report.findings import slow_requests, stalls, stragglers, waits
+from verl_mux.profiling.report.findings import slow_requests, stalls, stragglers, unended, waits
 from verl_mux.profiling.report.findings.finding import Finding, Gap, Place
 from verl_mux.profiling.report.input.reduction import REQUEST_KEY, SHOWN_PARTS
 from verl_mux.profiling.report.input.run_log import Faults
@@ -77,6 +77,8 @@ DETECTORS: dict[Callable[[Sifted], list[Finding]], tuple[str, ...]] = {
     lambda run: [*stragglers.find_workers(run.analysis, run.ordinary), *run.slow_engines]: ("straggler",),
     lambda run: stragglers.find_long_tail(run.awaited): ("long_tail",),
     lambda run: stragglers.find_preprocessing(run.analysis): ("preprocessing",),
+    lambda run: unended.find_failed(run.analysis): ("failed_requests",),
+    lambda run: unended.find_endless(run.analysis): ("endless_request",),
     lambda run: waits.find_queueing(run.analysis, run.starved): ("queueing",),
     lambda run: waits.find_part(run.analysis, run.slow, "tool"): ("tool_wait",),
     lambda run: waits.find_part(run.analysis, run.slow, "reward"): ("reward_wait",),
