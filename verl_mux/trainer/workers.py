@@ -45,9 +45,9 @@ TRAIN_TAGS = ("params", "optimizer", "gradients")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA they move once each a phase, FSDP2's into this process's arena, and back by verl's own call: while they are awake, the calls
-    with which verl loads and offloads around each pass leave them where they are. On a CPU the device is host memory too: the
-    states are paused with a host copy.
+    On CUDA they move once each a phase, FSDP2's into this process's arena, and back by verl's own call: while they are awake, the
+    calls with which verl loads and offloads around each pass leave them where they are. On a CPU the device is host memory too:
+    the states are paused with a host copy.
 
     role: "actor", "ref" or "critic"; a process may hold one engine of each.
     """
