@@ -7,7 +7,6 @@ A refusal is one line on stderr and exit code 2.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
@@ -277,8 +276,8 @@ def _claimed(mine: Claim, is_used: bool) -> str | None:
     """Puts a claim behind all others, which only one of several drivers can do first; or gives the job whose cluster it is."""
     from ray.experimental import internal_kv
 
-    owner: Claim | None = None
-    for place in itertools.count():
+    owner, place = None, 0
+    while True:
         key = b"%s/%d" % (_KEY, place)
         found = internal_kv._internal_kv_get(key, namespace=_SPACE)
         if found is None:
@@ -287,7 +286,7 @@ def _claimed(mine: Claim, is_used: bool) -> str | None:
             if not internal_kv._internal_kv_put(key, msgspec.json.encode(mine), overwrite=False, namespace=_SPACE):
                 return None
             found = internal_kv._internal_kv_get(key, namespace=_SPACE)  # another driver was first
-        owner = msgspec.json.decode(found, type=Claim)
+        owner, place = msgspec.json.decode(found, type=Claim), place + 1
 
 
 def check_cpus(config: DictConfig, there: float, where: str) -> None:
