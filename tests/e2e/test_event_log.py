@@ -22,7 +22,10 @@ LACKS = {
     events.ENGINE_STALLED,
     *(events.LOG_DROPPED, events.LOG_COST),
     *(f"{events.ENGINE_GENERATE}.drafted_tokens", f"{events.ENGINE_GENERATE}.accepted_tokens"),  # no speculative decoding
-    f"{events.ENGINE_QUEUE}.priority",  # no order of dispatch
+    events.DRAWN_AGAIN,  # algorithm.filter_groups is off
+    f"{events.REQUEST_ABORTED}.error",  # no request fails
+    # SGLang has no order of dispatch here, and vLLM's requests always have a priority.
+    {"sglang": f"{events.ENGINE_QUEUE}.priority", "vllm": f"{events.ENGINE_DECODE}.evicted_tokens"}[tiny.ENGINE],
 }
 
 
