@@ -49,6 +49,8 @@ class _OnCpu:
         cuda_means_cpu()
         engine_config.override_transformer_config["sequence_parallel"] = False  # which torch's norms do not know
         super().__init__(model_config, engine_config, *args, **kwargs)
+        # A checkpoint would move the states by CUDA's calls.
+        self._is_offload_param = self._is_offload_optimizer = False
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
