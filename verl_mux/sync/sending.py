@@ -84,7 +84,7 @@ class Shard:
         if is_mine:
             try:
                 made.set_result(self._read(number))
-            except BaseException as error:  # of it the others that wait for this piece hear too
+            except BaseException as error:  # the other threads that wait for this piece get it too
                 made.set_exception(error)
         return made.result()
 
