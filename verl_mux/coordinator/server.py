@@ -319,7 +319,7 @@ class Planning:
 
 
 class Allowances:
-    """Bytes that each job may send now: so many a second, and many at once after a time without."""
+    """Bytes that each job may send now: a number a second, and a larger one at once after a time without."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}  # by job: how many, as of when

@@ -29,7 +29,7 @@ TOO_MANY_FILTERED = (
     "this step has drawn algorithm.filter_groups.max_num_gen_batches batches of prompts, and too few prompt groups have rewards"
     " that differ: raise that number, 0 for no limit, or choose prompts that the model solves sometimes"
 )
-# So many times a step's prompt groups fail, and none succeeds, before the job ends: others would be drawn without end.
+# How often as many prompt groups as a step has fail, and none succeeds, before the job ends: others would be drawn without end.
 FAILED_STEPS = 3
 ALL_FAIL = "{} prompt groups failed one after the other and none succeeded: `verl-mux report` says what their agent loops raised"
 _STEP = "global_steps"  # verl's note of the step for which a batch was drawn

@@ -11,7 +11,7 @@ from verl_mux.profiling.report.measures.analysis import Analysis
 
 FAILED = 0.01  # of a job's requests
 NAMED = 3  # errors, the most frequent
-# Without an event for so long, and so many times as long as the longest request that ended.
+# Seconds without an event, and how often the longest request that ended goes into them.
 SILENT_S, SILENT_TIMES = 60.0, 3.0
 FAILED_ADVICE = "look at what raised it: a tool server that is down, or a reward that cannot read the response, fails all"
 ENDLESS_ADVICE = "give tool calls and rewards a timeout; a step waits for its last sample, and holds its nodes until then"
