@@ -380,6 +380,20 @@ def storage_units_of_transfer_queue_are_pinned_to_nodes_that_offer_a_resource():
     steps_of(common.get_node_round_robin_scheduling_strategies, 'node.get("Resources", {}).get(required_node_resource, 0) > 0')
 
 
+def ray_is_asked_for_as_many_cpus_as_a_start_says():
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+    from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+    from verl_mux.config import preflight
+
+    assert ResourcePoolManager.max_colocate_count == preflight._TRAIN_CPUS
+    steps_of(RayResourcePool.get_placement_groups, 'bundle = {"CPU": self.max_colocate_count}')
+    steps_of(RolloutReplica.init_standalone, f"max_colocate_count={preflight._ROLLOUT_CPUS}")
+    assert [actor._default_options["num_cpus"] for actor in (TransferQueueController, SimpleStorageUnit)] == [1, 1]
+
+
 def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():
     # Why job_hosts.py is there.
     from verl.experimental.agent_loop import AgentLoopWorker

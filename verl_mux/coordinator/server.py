@@ -190,7 +190,12 @@ class Coordinator:
         message = None
         try:
             message = m.decode(frame)
-            self._answer(identity, role, message, len(frame))
+            if isinstance(message, m.FromJob) and (reason := self._beyond_its_share(message, len(frame))):
+                self._refusals.count("beyond a job's share", reason)
+                if isinstance(message, m.Register):
+                    self._send(identity, m.Refused(about="register", reason=reason))
+                return
+            self._answer(identity, role, message)
         except m.Unreadable as error:
             self._refusals.count("frames refused", error)
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
@@ -199,7 +204,7 @@ class Coordinator:
             self._refusals.count("faults", f"{about} of {identity!r}", error)
             self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
 
-    def _answer(self, identity: bytes, role: str, message: m.AnyMessage, size: int) -> None:
+    def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
         if refused := _refusal(identity, role, message):
             self._refusals.count(*refused)
             return self._send(identity, m.Refused(about=m.asks_about(message), reason=refused[1]))
@@ -213,11 +218,6 @@ class Coordinator:
             return self._send(identity, self._watch.report(message))
         if not isinstance(message, m.FromJob):
             return self._refusals.count("messages that are none for a coordinator", type(message).__name__)
-        if not isinstance(message, _SMALL) and (reason := self._beyond_its_share(message, size)):
-            self._refusals.count("beyond a job's share", reason)
-            if isinstance(message, m.Register):
-                self._send(identity, m.Refused(about="register", reason=reason))
-            return None
         if isinstance(message, m.Register):
             self._watch.look_at_driver_before(message)
         try:
@@ -231,6 +231,8 @@ class Coordinator:
         """Why a message of this many bytes is not taken, so that one job slows no other down by what it has kept; None: it is. A
         request that is not answered is sent again."""
         job, most = self._machine.state.jobs.get(message.job), m.RECORD_BYTES
+        if isinstance(message, _SMALL):
+            return None
         if job is not None and job.uid == message.uid and not self._allowances.take(job.name, size, self._clock.now()):
             return f"job {job.name!r} sends more than {m.BYTES_PER_S} bytes a second"
         if self._machine.size <= most or isinstance(message, m.LeaseRequest):

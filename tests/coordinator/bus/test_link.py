@@ -247,3 +247,15 @@ def test_a_job_outlasts_a_coordinator_with_other_keys(serve, join, folders, even
     again = serve(bind=coordinator.address, key_directory=folders[0], lease_timeout=1.5)
     eventually(lambda: "a" in again.snapshot()["jobs"])
     a.release(a.acquire("rollout", step=1))
+
+
+def test_a_connection_that_shows_no_key_is_closed(serve, join, monkeypatch):
+    """Each is an open file of the coordinator's."""
+    monkeypatch.setattr(link, "_HANDSHAKE_MS", 300)
+    coordinator = serve()
+    host, port = coordinator.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as silent, contextlib.suppress(ConnectionResetError):
+        silent.settimeout(15)
+        while silent.recv(1024):
+            pass
+    assert join(coordinator, "a").acquire("rollout", step=1).token == 1

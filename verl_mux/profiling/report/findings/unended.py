@@ -33,11 +33,14 @@ def find_failed(analysis: Analysis) -> list[Finding]:
 
 
 def find_endless(analysis: Analysis) -> list[Finding]:
-    """One a request."""
+    """One a request. Where lines of the log were left out, an earlier step's request may have lost its end with them."""
     over, found = analysis.run.tables.totals["last"].max(), []
+    torn, newest = bool(analysis.run.faults.skipped), analysis.requests["step"].max()
     for row in analysis.requests.filter((pl.col("status") == "open") & ~pl.col("validate")).iter_rows(named=True):
         longest = analysis.finished.filter(pl.col("job") == row["job"])["seconds"].max() or 0.0
         if (silent := over - row["end"]) < max(SILENT_S, SILENT_TIMES * longest):
+            continue
+        if torn and row["step"] < newest:
             continue
         where, last = f"{row['request_id']} on worker {row['worker']}", row["last_event"].partition(" ")[2]
         text = f"{where} has no end: in turn {row['turns']}, {silent:.0f} s after its last event, {last}"
