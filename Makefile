@@ -16,7 +16,7 @@ PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   two real verl jobs take turns on this machine (about six minutes, no GPU needed)"
+	@echo "make demo   two real verl jobs take turns on this machine (about five minutes, no GPU needed)"
 	@echo "make demo-vllm, make demo-mixed   the same on vLLM; one job on SGLang and one on vLLM"
 	@echo "make test   all tests but those marked gpu"
 	@echo "make test-vllm   the tests that need vLLM, and those of what both engines share, in vLLM's environment"

@@ -32,8 +32,8 @@ register_profiles()
 _STATE = tempfile.TemporaryDirectory(prefix="verl_mux_tests_")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
-# An environment has one engine. Folders and files of tests that need one bear its name.
-collect_ignore_glob = [f"*{name}*" for name in ("sglang", "vllm") if find_spec(name) is None]
+# An environment has one engine, and may lack Megatron. Folders and files of tests that need one bear its name.
+collect_ignore_glob = [f"*{name}*" for name in ("sglang", "vllm", "megatron") if find_spec(name) is None]
 # verl finds vLLM's build for the CPU on that platform alone, which is chosen when verl is imported first.
 if find_spec("vllm") is not None and not accelerator_present():
     os.environ.setdefault("VERL_PLATFORM", "cpu")

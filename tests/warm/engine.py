@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 
 import psutil
 
@@ -57,3 +58,25 @@ def launch_core() -> list:
     (later, cores, imported, pid), *said = reader.recv()
     core.join()
     return [later, cores, imported, pid != core.pid, *said, core.exitcode]
+
+
+def _stay(writer) -> None:
+    writer.send([os.getpid()])
+    threading.Event().wait()
+
+
+def _stay_with_worker(writer) -> None:
+    context = sys.modules[__name__].get_context()
+    reader, theirs = context.Pipe(duplex=False)
+    context.Process(target=_stay, args=(theirs,), daemon=True).start()
+    writer.send([os.getpid(), *reader.recv()])
+    threading.Event().wait()
+
+
+def launch_and_stay() -> None:
+    """Prints the pids of this process, its core, and the core's worker."""
+    give_forks([f"{__name__}.get_context"])
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    get_context().Process(target=_stay_with_worker, args=(writer,)).start()
+    print(os.getpid(), *reader.recv(), flush=True)
+    threading.Event().wait()

@@ -249,3 +249,20 @@ def test_processes_of_a_context_of_ours_are_forks_and_so_are_theirs(server, tmp_
     worker = server.client(program, folder=tmp_path)
     out, err = worker.communicate(timeout=60)
     assert json.loads(out) == ["set", [min(os.sched_getaffinity(0))], True, True, "core", True, 0], err
+
+
+def test_processes_of_a_context_of_ours_end_when_their_server_is_killed(server, tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from tests.warm.engine import launch_and_stay
+        if __name__ == "__main__":
+            launch_and_stay()
+    """
+    with server.client(program, folder=tmp_path) as client:
+        engine, *processes = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
+        engine.kill()
+        _, alive = psutil.wait_procs(processes, timeout=20)
+        for process in alive:
+            process.kill()
+        assert not alive

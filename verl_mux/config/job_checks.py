@@ -271,8 +271,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
 def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterator[Refusal]:
     """What of Megatron verl leaves on the device, or no job has shown to leave it."""
     keys = OmegaConf.select(config, f"{role}.{MEGATRON}")
-    if keys is None:
-        line = f"{role}.strategy={MEGATRON} has no keys under {role}.{MEGATRON}; set model_engine={MEGATRON}, which brings them"
+    if keys is None or ".FSDP" in str(OmegaConf.select(config, f"{role}._target_")):
+        line = f"{role}.strategy={MEGATRON} lacks Megatron's keys and has FSDP's; set model_engine={MEGATRON}, which brings them"
         yield Refusal(line, f"{role}.strategy", MEGATRON)
         return
     yield from _forbid(config, [f"{role}.{MEGATRON}.{key}" for key in _MEGATRON_UNSEEN], f"{unsupported}: {_UNSEEN}", "False")

@@ -22,6 +22,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from verl_mux.coordinator.bus.members import end_with_parent
+
 # Names the socket of the job's fork server, in the environment of the job's processes; empty: forks are not possible here.
 VARIABLE = "VERL_MUX_FORK_SERVER"
 _ADDRESSES = "\0verl_mux/"
@@ -36,6 +38,7 @@ def make_ready() -> None:
         until, alive = os.pipe()
         if not (pid := os.fork()):
             os.close(alive)
+            end_with_parent()  # the processes that it forks have the other end of `until` too
             forkserver.main(listener.detach(), until, [])
         os.close(until)
     vars(forkserver._forkserver).update(_forkserver_address=address, _forkserver_alive_fd=alive, _forkserver_pid=pid)
@@ -92,6 +95,7 @@ class _Forks(ForkServerContext):
 
 
 def _run_and_fork(asked_by: Sequence[str], *given: Any, **keywords: Any) -> None:
+    end_with_parent()  # a server may be killed, and Ray ends a dead actor's own children alone
     if not multiprocessing.current_process().daemon:  # a daemon has no children
         make_ready()
         give_forks(asked_by)
