@@ -40,6 +40,8 @@ from verl_mux.warm import engine_processes
 
 # For training; what an engine's processes need is in its record (verl_mux/rollout/engine/record.py).
 PRELOADED = ("transformers", "datasets", "tensordict", "torch.distributed.fsdp", "torch._dynamo")
+# verl's engines import it wherever it is installed; it brings Megatron-Core along.
+_OPTIONAL = ("mbridge",)
 # With these, libraries that start threads when they are imported start none.
 _NO_THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -92,7 +94,8 @@ def preload() -> None:
     if cpu_platform_wanted():
         os.environ.update(cpu_part("preload_environment"))
     here = [record for name, record in plugin.ENGINES.items() if importlib.util.find_spec(name)]
-    for module in (*(it for record in here for it in importlib.import_module(record).RECORD.preload), *PRELOADED):
+    also = [name for name in _OPTIONAL if importlib.util.find_spec(name)]
+    for module in (*(it for record in here for it in importlib.import_module(record).RECORD.preload), *PRELOADED, *also):
         try:
             importlib.import_module(module)
         except ImportError as error:
