@@ -40,8 +40,7 @@ from verl_mux.warm import engine_processes
 
 # For training; what an engine's processes need is in its record (verl_mux/rollout/engine/record.py).
 PRELOADED = ("transformers", "datasets", "tensordict", "torch.distributed.fsdp", "torch._dynamo")
-# verl's engines import it wherever it is installed; it brings Megatron-Core along.
-_OPTIONAL = ("mbridge",)
+_OPTIONAL = ("mbridge",)  # with Megatron-Core, which verl's engines import wherever it is installed
 # With these, libraries that start threads when they are imported start none.
 _NO_THREADS = {
     "OMP_NUM_THREADS": "1",
