@@ -223,8 +223,7 @@ def _sections(config: DictConfig, *names: str) -> dict[str, Any]:
 _KEY, _SPACE = b"verl_mux_job", b"verl_mux"
 # After this time without a TransferQueue a claim from a host that cannot be seen from here counts as given up.
 _CLAIM_S = 120.0
-# What verl asks Ray for: CPUs with each GPU of a training pool and of a rollout pool, and storage units by default.
-_TRAIN_CPUS, _ROLLOUT_CPUS, _UNITS = 3, 2, 8
+_TRAIN_CPUS, _ROLLOUT_CPUS, _UNITS = 3, 2, 8  # that verl asks Ray for: with each GPU of a side's pool, and storage units
 _POOLS = "trainer", "actor_rollout_ref.rollout"
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 

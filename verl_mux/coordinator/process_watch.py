@@ -25,12 +25,9 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25
 _AFTER_A_KILL_S = 0.05
-# Between two looks for jobs of which nothing is left here, and which wait for other hosts.
-_NOTHING_HERE_S = 1.0
-# A look is followed by this many times its own length without one.
-_REST = 3.0
-# Jobs that are judged before others in the loop have their turn.
-_JUDGED_TOGETHER = 64
+_NOTHING_HERE_S = 1.0  # between two looks for jobs of which nothing is left here, and which wait for other hosts
+_REST = 3.0  # times its own length without a look follow a look
+_JUDGED_TOGETHER = 64  # jobs, before others in the loop have their turn
 
 
 class ProcessWatch:

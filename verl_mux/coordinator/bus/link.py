@@ -270,8 +270,7 @@ _BATCH = 64
 # Connections that wait to be accepted. ZeroMQ's 100 are too few when all jobs come back at once: the kernel drops the others,
 # which try again after 1, 3, 7, 15... seconds. It takes no more than its own limit (net.core.somaxconn).
 _BACKLOG = 2**16 - 1
-# A connection that has not shown a key by then is closed: each is an open file.
-_HANDSHAKE_MS = 5000
+_HANDSHAKE_MS = 5000  # a connection that has not shown a key by then is closed: each is an open file
 
 
 class _Roles(zmq.auth.asyncio.AsyncioAuthenticator):

@@ -39,8 +39,7 @@ CLIENTS_OF_A_JOB = 256
 REQUESTS_OF_A_JOB = 64
 # What a job may send, which is written to the journal.
 BYTES_PER_S, BYTES_AT_ONCE = 2**18, 2**22
-# Of all records together; beyond it a job may only hold its even share.
-RECORD_BYTES = 2**26
+RECORD_BYTES = 2**26  # of all records together; beyond it a job may only hold its even share
 TAGS_ON_A_NODE = 64
 # kube-proxy in its IPVS mode gives every host the addresses of all services of its cluster.
 MOST_ADDRESSES = 4096
