@@ -25,7 +25,7 @@ _arena = Arena("training states")
 
 
 def take_over() -> None:
-    """On a GPU, in the place of verl's, which it calls as an engine moves, and after a set-up and a checkpoint that was loaded."""
+    """On a GPU, in the place of those that verl calls as an engine moves, and after a set-up and a checkpoint that was loaded."""
     if get_device_name() != "cpu":
         transformer_impl.offload_fsdp_model_to_cpu = offload_model
         transformer_impl.offload_fsdp_optimizer = offload_optimizer
