@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from tests.memory.certificate.models import QWEN3_8B, QWEN3_30B_A3B, QWEN25_7B, QWEN25_32B, verl
 from tests.sync.test_export import as_rank
-from verl_mux.memory.arena import layout
+from verl_mux.memory.arena import Arena, layout
 from verl_mux.memory.certificate.certify import host_states
 from verl_mux.memory.certificate.job import read_job
 from verl_mux.trainer import fsdp_states, workers
@@ -144,6 +144,24 @@ def _loaded(optimizer, device):
 
 def test_shards_of_fewer_rows_sleep_and_wake_bit_for_bit_while_copies_run_on(tmp_path):
     mp.start_processes(_rank, args=(str(tmp_path / "store"),), nprocs=RANKS, start_method="spawn")
+
+
+def test_a_frozen_model_that_fsdp_keeps_on_the_host_lies_in_the_arena_from_its_first_sleep_on(one_rank_mesh, monkeypatch):
+    device = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None, memory_allocated=lambda: 0)
+    for module in (workers, fsdp_states):
+        monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
+        monkeypatch.setattr(module, "get_torch_device", lambda: device)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None)
+    monkeypatch.setattr(fsdp_states, "_arena", held := Arena("training states"))
+    frozen = Trained(one_rank_mesh)
+    engine = SimpleNamespace(module=frozen.module, engine_config=SimpleNamespace(forward_only=True, offload_policy=False))
+    engine.to = lambda *_, **__: None  # verl moves none
+    states, before, seen = DeviceStates("ref", engine), frozen.bits(), []
+    for _ in range(2):
+        states.sleep()
+        assert frozen.bits() == before
+        seen.append(frozen.places())
+    assert seen[0] == seen[1] and set(seen[0].values()) == {place.data_ptr() for place in held._places.values()}
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,10 @@ from verl_mux_cpu.cpu_saver import CpuMemorySaver
 
 class Cuda:
     """A device module, of whose `size` bytes this process has `held`, and engines. `calls`: what was called of these, in order.
-    `bytes_each`: of an engine's states. `owners`: the engine and the role of a module."""
+    `bytes_each`: of an engine's states."""
 
     def __init__(self):
         self.calls, self.bytes_each, self.held, self.size = [], 100, 0, 1 << 40
-        self.owners = {}
         self.synchronize, self.empty_cache = (partial(self.calls.append, name) for name in ("synchronize", "empty_cache"))
         self.memory_allocated, self.list_gpu_processes = lambda: self.held, lambda: "process 7 uses 9 MB"
 
@@ -64,17 +63,7 @@ class Cuda:
                     cuda.calls.append((role, device) if role else (device, model, optimizer))
                     self.place(device != "cpu")
 
-        made = Engine()
-        self.owners[made.module] = made, role
-        return made
-
-    def offload_model(self, model, empty_cache):
-        """In the place of what moves a model's states into host memory."""
-        assert not empty_cache
-        engine, role = self.owners[model]
-        self.calls.append((role, "cpu") if role else "cpu")
-        engine.place(False)
-        self.synchronize()
+        return Engine()
 
 
 @pytest.fixture
@@ -83,8 +72,8 @@ def cuda(monkeypatch):
     for where in (workers, base):
         monkeypatch.setattr(where, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(workers, "get_torch_device", lambda: made)
-    monkeypatch.setattr(workers, "offload_model", made.offload_model)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.calls.append("empty_host_cache"))
+    assert callable(torch._C._host_emptyCache)
+    monkeypatch.setattr(workers, "_empty_host_cache", lambda: made.calls.append("empty_host_cache"))
     return made
 
 
@@ -177,14 +166,14 @@ def test_on_cuda_a_phase_loads_and_offloads_its_states_once_however_many_calls_i
     calls, engine, states = on(cuda)
     assert figures(states.sleep()) == {"params": (100, 0)}
     # The copies are complete before the device is said to be free.
-    assert calls == ["cpu", *LEAVES]
+    assert calls == [("cpu", True, True), *LEAVES]
     calls.clear()
     assert figures(states.wake()) == {"params": (100, 100)}
     for mode in ("eval", "eval", "train"):
         call(engine, mode)
     assert calls == [("cuda", True, True), "synchronize"]
     states.sleep()
-    assert calls[2:] == ["cpu", *LEAVES]
+    assert calls[2:] == [("cpu", True, True), *LEAVES]
     # A call outside of a phase moves its states itself.
     calls.clear()
     call(engine, "train")
@@ -367,33 +356,32 @@ def engine(optimizer, **config):
     return made
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_verls_engine_moves_all_of_a_trained_model_and_leaves_a_frozen_one_to_fsdp(cuda, monkeypatch, frozen):
-    made, called = object.__new__(FSDPEngine), []  # one that went through no set-up
-    made.engine_config = SimpleNamespace(strategy="fsdp2", forward_only=frozen, offload_policy=False)
-    made.module, made.optimizer = torch.nn.Linear(2, 2), None if frozen else object()
-    made._is_offload_param = made._is_offload_optimizer = not frozen
-    names = [f"{verb}_fsdp_{what}" for verb, what in (("load", "model_to_gpu"), ("load", "optimizer"))]
+_OURS = ("offload_model", "offload_optimizer")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "config", "moved"),
+    [(object(), {}, True), (None, {"forward_only": True}, False)],
+)
+def test_verls_engine_moves_all_of_a_trained_model_once_and_leaves_a_frozen_one_to_fsdp(
+    cuda, monkeypatch, optimizer, config, moved
+):
+    awake = ["load_fsdp_model_to_gpu", "load_fsdp_optimizer"] if moved else []
+    asleep = ["offload_model", "offload_optimizer"] if moved else []
+    states, called = workers.DeviceStates("critic", engine(optimizer, **config)), []
     for module in (transformer_impl, fsdp_states):
         monkeypatch.setattr(module, "get_device_name", lambda: "cuda")
-    for name in names:
-        monkeypatch.setattr(transformer_impl, name, lambda *_, name=name: called.append(name))
+    for module, names in ((transformer_impl, ("load_fsdp_model_to_gpu", "load_fsdp_optimizer")), (fsdp_states, _OURS)):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
     for name in ("offload_fsdp_model_to_cpu", "offload_fsdp_optimizer"):
         monkeypatch.setattr(transformer_impl, name, None)
-    for name in ("offload_model", "offload_optimizer"):
-        for module in (workers, fsdp_states):
-            monkeypatch.setattr(module, name, lambda *_, name=name, **__: called.append(name))
     fsdp_states.take_over()
-    states = workers.DeviceStates("critic", made)
     states.wake()
-    assert called == ([] if frozen else names)
-    called.clear()
+    assert called == awake
     states.sleep()
-    assert called == (["offload_model"] if frozen else ["offload_model", "offload_optimizer"])
-    # What verl does at the end of a set-up.
-    called.clear()
-    made.to("cpu", model=True, optimizer=not frozen)
-    assert called == ([] if frozen else ["offload_model", "offload_optimizer"])
+    assert called == awake + asleep
+    assert cuda.calls == ["synchronize", *LEAVES]
 
 
 # ---------------------------------------------------------------- the whole order

@@ -1,6 +1,6 @@
 """How the states of verl's FSDP2 engines leave the device: into their places in this process's arena of host memory.
 
-Runs in training workers; called by workers.py, and by verl in the place of its own functions; touches an engine's module and
+Runs in training workers; called by verl in the place of its own functions, and by workers.py; touches an engine's module and
 optimizer, and host memory. The way back is verl's.
 
 verl makes a pinned copy of each tensor that runs on, and FSDP reads it at once where it pads the shard of a rank that has fewer
@@ -25,8 +25,7 @@ _arena = Arena("training states")
 
 
 def take_over() -> None:
-    """On a GPU, in the place of verl's, which calls them at the end of a set-up, after it loaded a checkpoint, and around a pass
-    outside of a phase."""
+    """On a GPU, in the place of those that verl calls as an engine moves, and after a set-up and a checkpoint that was loaded."""
     if get_device_name() != "cpu":
         transformer_impl.offload_fsdp_model_to_cpu = offload_model
         transformer_impl.offload_fsdp_optimizer = offload_optimizer

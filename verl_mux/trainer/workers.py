@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
@@ -35,7 +36,7 @@ from verl_mux.platform.charges import charge
 from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
-from verl_mux.trainer.fsdp_states import local, offload_model, offload_optimizer, take_over
+from verl_mux.trainer.fsdp_states import local, offload_model, take_over
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
@@ -45,9 +46,9 @@ TRAIN_TAGS = ("params", "optimizer", "gradients")
 class DeviceStates:
     """Model and optimizer states of one engine: on the device, or as a host copy only.
 
-    On CUDA they move once each a phase, FSDP2's into this process's arena, and back by verl's own call: while they are awake, the
-    calls with which verl loads and offloads around each pass leave them where they are. On a CPU the device is host memory too:
-    the states are paused with a host copy.
+    On CUDA they move once each a phase, by verl's call and with fsdp_states.py: while they are awake, the calls with which verl
+    loads and offloads around each pass leave them where they are. On a CPU the device is host memory too: the states are paused
+    with a host copy.
 
     role: "actor", "ref" or "critic"; a process may hold one engine of each.
     """
@@ -91,20 +92,16 @@ class DeviceStates:
             self._engine._is_offload_param = self._engine._is_offload_optimizer = moved
 
     def _offload(self) -> Moved:
-        started, device = time.perf_counter(), get_torch_device()
-        before = device.memory_allocated()
+        started, before = time.perf_counter(), get_torch_device().memory_allocated()
         self._moved_by_calls(True)
-        if isinstance(self._engine.module, list):  # Megatron's; verl moves its flat buffers
-            self._engine.to("cpu", model=True, optimizer=True, grad=True)
-            device.synchronize()
-        else:
-            offload_model(self._engine.module, empty_cache=False)
-            if (optimizer := getattr(self._engine, "optimizer", None)) is not None:
-                offload_optimizer(optimizer)
-        device.empty_cache()
-        # Of a frozen model FSDP has pinned the shards by itself, and torch would keep that memory.
-        torch._C._host_emptyCache()
-        return Moved(max(before - device.memory_allocated(), 0), 0, time.perf_counter() - started)
+        self._engine.to("cpu", model=True, optimizer=True, grad=True)
+        if self._engine.engine_config.forward_only and isinstance(self._engine.module, FSDPModule):
+            offload_model(self._engine.module)  # verl leaves it where FSDP pinned it, each shard by itself
+        # verl's copies of other engines' states run on: until they are done the device has no free bytes.
+        get_torch_device().synchronize()
+        get_torch_device().empty_cache()
+        _empty_host_cache()
+        return Moved(max(before - get_torch_device().memory_allocated(), 0), 0, time.perf_counter() - started)
 
     def _states(self, tag: str) -> list[Any]:
         """Megatron has a list of modules, stages of a pipeline, each with flat buffers under the name of torch's method, and an
@@ -125,6 +122,11 @@ def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """What it keeps of each parameter, and the parameters, where they are not the model's own."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return [*kept, *(param for group in optimizer.param_groups for param in group["params"])]
+
+
+def _empty_host_cache() -> None:
+    """Pinned memory in which nothing lies goes back to the host, where other jobs' states want it: torch keeps it for ever."""
+    torch._C._host_emptyCache()
 
 
 def _cpu_saver() -> Any:
