@@ -39,8 +39,10 @@ from verl_mux.platform.choose import cpu_part, cpu_platform_wanted
 from verl_mux.warm import engine_processes
 
 # For training; what an engine's processes need is in its record (verl_mux/rollout/engine/record.py).
-PRELOADED = ("transformers", "datasets", "tensordict", "torch.distributed.fsdp", "torch._dynamo")
-_OPTIONAL = ("mbridge",)  # with Megatron-Core, which verl's engines import wherever it is installed
+PRELOADED = [
+    "transformers", "datasets", "tensordict", "torch.distributed.fsdp", "torch._dynamo",
+    *(["mbridge"] if importlib.util.find_spec("mbridge") else []),  # verl's engines import it, and Megatron-Core with it
+]  # fmt: skip
 # With these, libraries that start threads when they are imported start none.
 _NO_THREADS = {
     "OMP_NUM_THREADS": "1",
@@ -93,8 +95,7 @@ def preload() -> None:
     if cpu_platform_wanted():
         os.environ.update(cpu_part("preload_environment"))
     here = [record for name, record in plugin.ENGINES.items() if importlib.util.find_spec(name)]
-    also = [name for name in _OPTIONAL if importlib.util.find_spec(name)]
-    for module in (*(it for record in here for it in importlib.import_module(record).RECORD.preload), *PRELOADED, *also):
+    for module in (*(it for record in here for it in importlib.import_module(record).RECORD.preload), *PRELOADED):
         try:
             importlib.import_module(module)
         except ImportError as error:
