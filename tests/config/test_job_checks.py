@@ -249,14 +249,14 @@ def test_megatron_needs_its_packages_and_no_flash_attention(gpu, monkeypatch, cp
     gpu()
     monkeypatch.setenv("VERL_PLATFORM", "cpu" if cpu else "cuda")
     config = verl_config({}, **megatron(**given))
-    monkeypatch.setattr(job_checks, "_is_installed", lambda package: True)
+    monkeypatch.setattr(job_checks, "is_installed", lambda package: True)
     check_surroundings(config)
-    monkeypatch.setattr(job_checks, "_is_installed", lambda package: package == "megatron.core")
+    monkeypatch.setattr(job_checks, "is_installed", lambda package: package == "megatron.core")
     assert missing in refusal(config, check_surroundings)
 
 
 def test_a_package_below_one_that_is_not_installed_is_not_installed():
-    assert not job_checks._is_installed("no_such_package.part") and job_checks._is_installed("importlib.util")
+    assert not job_checks.is_installed("no_such_package.part") and job_checks.is_installed("importlib.util")
 
 
 def test_a_machine_that_runs_its_jobs_on_the_cpu_needs_no_flash_attention(gpu, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 
 from bench.sync.group import parts
 from tests.sync.cluster import Ends, model_of, stripe_of, take_all
+from verl_mux.platform.host_memory import Room
 from verl_mux.sync import layout, receiving, sending
 from verl_mux.sync.connection import Connection, Hello, Kind, Seal
 from verl_mux.sync.ends import Follower, Meeting, two_stage
@@ -219,7 +220,7 @@ class TestErrors:
     def test_a_model_larger_than_the_hosts_memory_is_refused_before_any_is_taken(self, ends, monkeypatch):
         its = ends(1, ["a"])
         with monkeypatch.context() as patch:
-            patch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 100 << 20})())
+            patch.setattr("verl_mux.sync.layout.room", lambda: Room(1 << 30, 100 << 20, "a container"))
             patch.setattr("verl_mux.sync.layout._RESERVE", (100 << 20) - 1000)
             got, _ = its.sync(1, MODEL)
         assert "bytes of shared memory on this host, and 104857600 are free" in texts(got)[0]

@@ -138,11 +138,9 @@ def _imply_memory(config: DictConfig) -> None:
     if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
         buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        engine = role.get("megatron") or role.get("fsdp_config") or role.get("fsdp")
-        engine = engine or (role.get("model") or {}).get("fsdp_config")
-        for key in ("param_offload", "optimizer_offload"):
-            if engine is not None and key in engine:
-                engine[key] = True
+        engines = (role.get(MEGATRON), role.get("fsdp_config"), role.get("fsdp"), (role.get("model") or {}).get("fsdp_config"))
+        for engine in filter(None, engines):
+            engine.update({key: True for key in ("param_offload", "optimizer_offload") if key in engine})
 
 
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:

@@ -27,7 +27,7 @@ from verl_mux.placement.estimator import LEAST
 from verl_mux.platform.choose import accelerator_present, cpu_platform_wanted
 from verl_mux.platform.cuda_packages import FLASH_ATTENTION, has_flash_attention, hub_has_flash_attention, torch_cuda
 from verl_mux.rollout.control.oversampling import MAX_CUTS, groups_to_launch
-from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, EngineRecord, engines
+from verl_mux.rollout.engine.record import NO_DRAFTS, NO_SCALES, EngineRecord, engines, is_installed
 from verl_mux.rollout.lengths.predictors import PREDICTORS
 from verl_mux.upstream import SUPPORTED
 
@@ -365,16 +365,9 @@ def _missing_megatron(config: DictConfig) -> Iterator[Refusal]:
         return
     vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
     for package in ("megatron.core", "mbridge" if vanilla else "megatron.bridge"):
-        if not _is_installed(package):
+        if not is_installed(package):
             line = f"{key}={MEGATRON}: the package {package} is not installed here; install it, or use fsdp2"
             yield Refusal(line, key, MEGATRON)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
 
 
 def _refused_attention(config: DictConfig) -> Iterator[Refusal]:

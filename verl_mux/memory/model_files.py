@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mux.errors import UserError
+from verl_mux.platform.host_memory import room
 
 _BLOCK = 16 << 20
 # Of the host's memory that is free: what is read must not push out what others need.
@@ -92,9 +93,7 @@ def read_ahead(files: Iterable[Path], most: int | None = None) -> int:
     Returns bytes; at most `most` (default: half of the memory that is free). A file that cannot be read is skipped: the process
     that loads it reports the error.
     """
-    import psutil
-
-    started, left = time.perf_counter(), int(psutil.virtual_memory().available * _SHARE) if most is None else most
+    started, left = time.perf_counter(), int(room().available * _SHARE) if most is None else most
     total = 0
     for file in files:
         try:

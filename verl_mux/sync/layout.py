@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-import psutil
+
+from verl_mux.platform.host_memory import room
 
 
 class SyncError(RuntimeError):
@@ -255,7 +256,7 @@ class Region:
         Raises:
             SyncError: this host has too little memory.
         """
-        free = psutil.virtual_memory().available
+        free = room().available
         if nbytes > free - _RESERVE:
             raise SyncError(f"the weights need {nbytes} bytes of shared memory on this host, and {free} are free")
         fd = os.memfd_create(NAME, os.MFD_CLOEXEC)

@@ -115,11 +115,12 @@ class DeviceStates:
             return [it.grad_data for stage in flat for it in (*stage.buffers, *stage.expert_parallel_buffers)]
         optimizer = getattr(self._engine, "optimizer", None)
         inner = [getattr(it, "optimizer", it) for it in getattr(optimizer, "chained_optimizers", [optimizer])]
-        return [it for one in inner if one is not None for it in _states_of(one)]
+        own = {id(it) for stage in stages for it in stage.parameters()}
+        return [it for one in inner if one is not None for it in _states_of(one) if id(it) not in own]
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What it keeps of each parameter, and the parameters, where they are not the model's own."""
+    """What it keeps of each parameter, and the parameters."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return [*kept, *(param for group in optimizer.param_groups for param in group["params"])]
 

@@ -112,7 +112,7 @@ class EngineServer(_Base, metaclass=ABCMeta):
         """Move a tag on all ranks of the engine. Raises Refused, EngineFailed."""
 
     @abstractmethod
-    def _call(self, sampling_params: dict[str, Any], priority: int) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    def _call(self, priority: int) -> contextlib.AbstractContextManager[dict[str, Any]]:
         """Around verl's generate. Yields a dict that gets `figures` of the answer, where known."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ class EngineServer(_Base, metaclass=ABCMeta):
             entered = time.perf_counter()
             try:
                 params = dict(sampling_params)  # verl empties them
-                with self._call(params, engine_priority) as figures:
+                with self._call(engine_priority) as figures:
                     output = await generate(prompt_ids, params, request_id, **kwargs)
             finally:
                 self._running.discard(request_id)

@@ -84,11 +84,11 @@ def engines() -> dict[str, EngineRecord]:
 
 def installed() -> list[EngineRecord]:
     """Of the engines whose packages are in this environment; two of them may not fit into one."""
-    return [engine for engine in engines().values() if _is_there(engine.name)]
+    return [engine for engine in engines().values() if is_installed(engine.name)]
 
 
-def _is_there(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # SGLang leaves an empty module of vLLM's name
+    except (ModuleNotFoundError, ValueError):  # of a package above it; SGLang leaves an empty module of vLLM's name
         return False

@@ -61,5 +61,16 @@ def test_a_request_that_never_ends_is_named_with_its_worker_turn_and_last_event(
     assert (endless.request_id, endless.worker, endless.turn, endless.step, round(endless.seconds)) == ("r7", 1, 2, 3, 396)
 
 
+def test_lines_that_were_left_out_excuse_an_earlier_step_of_the_same_job_alone(tmp_path):
+    a_run(tmp_path / "a", 20, endless=[7], until=400.0)
+    later = Lines(1, 9)
+    later.add(0.1, "request_start", extra={"request_id": "ended"})
+    later.add(10.0, "async_rollout_request_complete", 10.0, {"request_id": "ended"})
+    later.write(tmp_path / "b")
+    with next((tmp_path / "a").rglob("*.jsonl")).open("a") as file:
+        file.write("torn\n")
+    assert [it.request_id for it in found(tmp_path)] == ["r7"]
+
+
 def test_a_run_that_was_broken_off_accuses_no_request(tmp_path):
     assert found(a_run(tmp_path, 20, endless=range(10, 20), until=30.0)) == []

@@ -35,12 +35,12 @@ def find_failed(analysis: Analysis) -> list[Finding]:
 def find_endless(analysis: Analysis) -> list[Finding]:
     """One a request. Where lines of the log were left out, an earlier step's request may have lost its end with them."""
     over, found = analysis.run.tables.totals["last"].max(), []
-    torn, newest = bool(analysis.run.faults.skipped), analysis.requests["step"].max()
+    torn = bool(analysis.run.faults.skipped)
+    newest = dict(analysis.requests.group_by("job").agg(pl.col("step").max()).iter_rows())
     for row in analysis.requests.filter((pl.col("status") == "open") & ~pl.col("validate")).iter_rows(named=True):
         longest = analysis.finished.filter(pl.col("job") == row["job"])["seconds"].max() or 0.0
-        if (silent := over - row["end"]) < max(SILENT_S, SILENT_TIMES * longest):
-            continue
-        if torn and row["step"] < newest:
+        is_excused = torn and row["step"] < newest[row["job"]]
+        if (silent := over - row["end"]) < max(SILENT_S, SILENT_TIMES * longest) or is_excused:
             continue
         where, last = f"{row['request_id']} on worker {row['worker']}", row["last_event"].partition(" ")[2]
         text = f"{where} has no end: in turn {row['turns']}, {silent:.0f} s after its last event, {last}"

@@ -57,7 +57,7 @@ class MuxSGLangHttpServer(EngineServer, SGLangHttpServer):
         tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
         await manager.move(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
 
-    def _call(self, sampling_params: dict[str, Any], priority: int):
+    def _call(self, priority: int):
         return manager.priority(priority)
 
     def _stop_reason(self, output: TokenOutput, sampling_params: dict[str, Any], answer: dict[str, Any]) -> str | None:

@@ -125,7 +125,7 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
         if version is not None:
             await self.set_global_steps(version)
 
-    def _call(self, sampling_params: dict[str, Any], priority: int):
+    def _call(self, priority: int):
         return vllm_calls.call(priority)
 
     def _stop_reason(self, output: TokenOutput, sampling_params: dict[str, Any], answer: dict[str, Any]) -> str | None:
