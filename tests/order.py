@@ -42,7 +42,13 @@ _LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py", "e2e/test_megat
 # What these share is started once. `place` has them in an order in which one shared thing starts up beside another's work.
 _TOGETHER = {
     "jobs": (*_JOBS, *_LAST[:2]),
-    "forks": ("bench/test_memory_cycles.py", "gpu/test_turns.py", "trainer/test_job_hosts.py", "places/test_two_ray_nodes.py"),
+    "forks": (
+        "bench/test_memory_cycles.py",
+        "gpu/test_turns.py",
+        "trainer/test_job_hosts.py",
+        "places/test_two_ray_nodes.py",
+        "warm/test_fork_server.py",
+    ),
 }
 GROUPS = {_HERE / name: group for group, names in _TOGETHER.items() for name in names}
 PLACES = {_HERE / name: at for at, name in enumerate((*_JOBS, *_LONG), -len(_JOBS + _LONG))}

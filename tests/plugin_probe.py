@@ -1,6 +1,6 @@
 """Run as a program with a stock command line: what verl is like, with our package beside it and (plugins off) without.
 
-stdout has one JSON object for each, in this order, on a line of its own; see `look`. Both are forks of a process that has imported
+stdout has one JSON object a line for each, in this order; see `look`. Both are forks of a process that has imported
 what verl imports of others, which takes most of the time.
 """
 

@@ -189,15 +189,15 @@ assert s.recv(4) == b""
     assert worker.communicate(timeout=30)[0] == "served\n"
 
 
-def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_no_ray():
-    program = (
-        "import json, sys; from verl_mux.warm import fork_server as f; f.preload();"
-        " from verl_mux.rollout.engine.record import installed; asked = {it for one in installed() for it in one.preload};"
-        " missing = {*f.PRELOADED, *asked} - sys.modules.keys(); print(json.dumps([f.why_not_fork(), sorted(missing)]))"
+@pytest.mark.e2e
+def test_all_that_is_imported_in_advance_starts_no_thread_opens_no_device_and_leaves_ray_out(forked, tmp_path):
+    """It forks at all, so `why_not_fork` found nothing."""
+    (tmp_path / "missing.py").write_text(
+        "import sys; from verl_mux.rollout.engine.record import installed; from verl_mux.warm.fork_server import PRELOADED;"
+        " asked = {it for one in installed() for it in one.preload}; print(sorted({*PRELOADED, *asked} - sys.modules.keys()))"
     )
-    environment = {**os.environ, "VERL_PLATFORM": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
-    assert json.loads(done.stdout.splitlines()[-1]) == ["", []]
+    done = forked(str(tmp_path / "missing.py"), cwd=ROOT, VERL_PLATFORM="cpu", PYTHONPATH=str(ROOT))
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("[]", 0), done.stderr
 
 
 @pytest.mark.parametrize(
