@@ -94,6 +94,7 @@ def hand_to_workers(
         train_cpus=cores["train"],
         places=dict(places or {}),
         resume=resume,
+        sample_timeout_s=mux.rollout.sample_timeout_s,
         device=mux.device,
     )
     with open_dict(config):

@@ -38,13 +38,14 @@ from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.placing import Answerer, Asked, nothing_follows
-from verl_mux.coordinator.core.records import Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
+from verl_mux.coordinator.core.records import HostRoom, Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob, is_refusal
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.process_watch import ProcessWatch
 from verl_mux.errors import Failure, UserError
+from verl_mux.platform.host_memory import room
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Coordinator:
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
         self._planning = Planning(self._machine, self._take, self._clock.now, self._refusals)
         self._planning.look()
+        self._take_own_room()
         self._router = Router(self._bind, self._keys, self._receive)
         self.address = self._router.address
         watching = asyncio.create_task(self._watch.run(self._delivery.flush))
@@ -161,6 +163,13 @@ class Coordinator:
         self._planning.close()
         self._delivery.flush()
         self._router.close()
+
+    def _take_own_room(self) -> None:
+        found = room()
+        host, names = f"{members.HOST}/{members.SPACE}", members.names_of_this_host()
+        own = HostRoom(host=host, names=names, bytes=found.total, source=found.source)
+        if self._machine.state.rooms.get(host) != own:
+            self._take(own)
 
     def _take(self, what: What | Input) -> None:
         """The heart: decide, keep in the journal, carry out."""
