@@ -30,7 +30,9 @@ MANY = 100_000
 def test_a_folder_that_cannot_be_written_ends_a_command_in_one_line(run_main, tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pools.yaml").write_text(yaml.dump({"pools": POOLS}))
-    (tmp_path / "run.yaml").write_text(yaml.dump({"dir": "run", "coordinator": {"pools": POOLS}, "jobs": {"a": {"nodes": NODES}}}))
+    (tmp_path / "run.yaml").write_text(
+        yaml.dump({"dir": "run", "coordinator": {"pools": POOLS}, "jobs": {"a": {"nodes": NODES}}})
+    )
     log = EventLog(tmp_path / "log", role="trainer")
     log.log("step", 1.0, step=1)
     log.close()

@@ -211,7 +211,11 @@ class Coordinator:
         except Exception as error:
             about = m.asks_about(message)
             self._refusals.count("faults", f"{about} of {identity!r}", error)
-            self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
+            retry = members.is_out_of_files(error)
+            reason = (
+                "the coordinator has no open file left" if retry else "the coordinator failed at this message, and took it back"
+            )
+            self._send(identity, m.Refused(about=about, reason=reason, retry=retry))
 
     def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
         if refused := _refusal(identity, role, message):
@@ -355,7 +359,10 @@ class Refusals:
         self._logged: dict[str, float] = {}  # kind -> when
 
     def count(self, kind: str, detail: object, error: BaseException | None = None) -> None:
-        """`error`: a fault of the coordinator, to be logged with its traceback."""
+        """`error`: a fault of the coordinator, to be logged with its traceback; it is none where connections have taken all open
+        files, which passes: those that show no key are closed first."""
+        if members.is_out_of_files(error):
+            kind, error = "all open files are taken", None
         self.counts[kind] += 1
         now = time.monotonic()
         if now - self._logged.get(kind, float("-inf")) >= _LOG_EVERY_S:
