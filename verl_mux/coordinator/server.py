@@ -211,11 +211,8 @@ class Coordinator:
         except Exception as error:
             about = m.asks_about(message)
             self._refusals.count("faults", f"{about} of {identity!r}", error)
-            retry = members.is_out_of_files(error)
-            reason = (
-                "the coordinator has no open file left" if retry else "the coordinator failed at this message, and took it back"
-            )
-            self._send(identity, m.Refused(about=about, reason=reason, retry=retry))
+            reason, passes = "the coordinator failed at this message, and took it back", members.is_out_of_files(error)
+            self._send(identity, m.Refused(about=about, reason=reason, retry=passes))
 
     def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
         if refused := _refusal(identity, role, message):
