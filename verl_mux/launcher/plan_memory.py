@@ -139,8 +139,8 @@ def configs_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:
     """The job, and the memory of its GPUs in GB where its config says it (mux.device.budget)."""
-    whole = OmegaConf.create(config)
     try:
+        whole = OmegaConf.create(config)
         parts = {name: part for name in _PARTS if (part := OmegaConf.select(whole, name)) is not None}
         if strange := [name for name, part in parts.items() if not OmegaConf.is_dict(part)]:
             raise UserError(f"{where}: {strange[0]} is {parts[strange[0]]!r}; keys are needed there")
