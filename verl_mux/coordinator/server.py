@@ -210,7 +210,7 @@ class Coordinator:
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
         except Exception as error:
             about = m.asks_about(message)
-            self._refusals.count("faults", f"{about} of {identity!r}", error)
+            self._refusals.count("faults", f"{about} of job {getattr(message, 'job', '')!r}", error)  # a client's name is secret
             reason, passes = "the coordinator failed at this message, and took it back", members.is_out_of_files(error)
             self._send(identity, m.Refused(about=about, reason=reason, retry=passes))
 
