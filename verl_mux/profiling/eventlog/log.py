@@ -159,6 +159,9 @@ class LineWriter:
             self._write_batch(batch)
         if self._logs_cost and last is not None and time.monotonic() - self._cost_before[0] >= COST_SECONDS:
             self._log_cost(*last[:2])
+        self._say_refused()
+
+    def _say_refused(self) -> None:
         with self._lock:
             refused, self.refused = self.refused, collections.Counter()
         for owner, count in refused.items():
@@ -175,6 +178,7 @@ class LineWriter:
     def _write_batch(self, batch: list) -> None:
         for (owner, step), group in itertools.groupby(batch, key=lambda item: (item[0], item[1])):
             if callable(owner):
+                self._say_refused()
                 owner()
             else:
                 lines = [line for _, _, line in group]
