@@ -165,10 +165,9 @@ class Coordinator:
         self._router.close()
 
     def _take_own_room(self) -> None:
-        found = room()
-        host, names = f"{members.HOST}/{members.SPACE}", members.names_of_this_host()
-        own = HostRoom(host=host, names=names, bytes=found.total, source=found.source)
-        if self._machine.state.rooms.get(host) != own:
+        found, here = room(), f"{members.HOST}/{members.SPACE}"
+        own = HostRoom(host=here, names=members.names_of_this_host(), bytes=found.total, source=found.source)
+        if self._machine.state.rooms.get(here) != own:
             self._take(own)
 
     def _take(self, what: What | Input) -> None:

@@ -22,6 +22,7 @@ from verl_mux.rollout.engine.serving import ANSWER, Stay
 
 # A wait shorter than this is how tasks take turns.
 PARKED_S = 1e-3
+_LOOK_S = 0.05  # at least, between two looks at whether a sample has had its time
 
 
 @dataclass
@@ -47,11 +48,6 @@ class Request:
 
     def event(self, name: str, seconds: float | None, **extra: Any) -> None:
         self.log.log(name, seconds, extra={"request_id": self.request_id, **extra}, step=self.step)
-
-    def ran_since(self, started: float, parked: float) -> float:
-        """Seconds since then in which it could generate; `parked`: what it was parked before."""
-        now = time.perf_counter()
-        return now - started - (self.parked - parked) - (0.0 if self.parked_since is None else now - self.parked_since)
 
     def begin_turn(self, turn: int) -> None:
         """The agent loop asks the engine for its `turn`-th answer."""
@@ -126,8 +122,11 @@ async def in_time(limit: float | None, run: Callable[[], Awaitable[Any]]) -> Any
         return await run()
     before, task = record.parked, asyncio.ensure_future(run())
     try:
-        while (left := limit - record.ran_since(started, before)) > 0:
-            if (await asyncio.wait([task], timeout=left))[0]:
+        while True:
+            until = record.parked_since or time.perf_counter()
+            if (left := limit + started + record.parked - before - until) <= 0:
+                break
+            if (await asyncio.wait([task], timeout=max(left, _LOOK_S)))[0]:
                 return task.result()
     finally:
         task.cancel()
