@@ -4,6 +4,7 @@ BIN := .venv/bin
 # An environment holds one engine: SGLang and vLLM ask for other versions of the same packages.
 VLLM_BIN := .venv-vllm/bin
 UV_VERSION := 0.13.8
+PIP_AUDIT_VERSION := 2.10.1
 # Every process of a job imports these; compiled once here instead of once a process.
 HEAVY := verl sglang vllm megatron mbridge torch transformers ray tensordict torchvision torchao transfer_queue numpy pandas pyarrow hydra omegaconf \
   huggingface_hub datasets accelerate peft triton fastapi pydantic aiohttp scipy sympy torchdata tokenizers uvicorn openai rich
@@ -12,7 +13,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
-.PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu gpu-bundles test-hosts explore install install-vllm lint lock clean
+.PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu gpu-bundles test-hosts explore audit install install-vllm lint lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +26,7 @@ help:
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code, sizes and plain words"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"
+	@echo "make audit   known vulnerabilities of what requirements/lock*.txt pin, by pip-audit; needs PyPI's own service"
 
 demo: $(INSTALLED)
 	$(BIN)/verl-mux run examples/demo.yaml
@@ -84,6 +86,11 @@ lint: $(INSTALLED)
 	$(BIN)/python -m tests.lint.dead_code
 	$(BIN)/python -m tests.lint.budgets
 	$(BIN)/mypy
+
+# A package of which the service knows nothing fails it: otherwise it passes where the service cannot be reached.
+audit: $(INSTALLED)
+	for lock in requirements/lock*.txt; do $(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(BIN)/uv tool run pip-audit==$(PIP_AUDIT_VERSION) \
+	  --strict --progress-spinner off --no-deps --disable-pip -r $$lock || exit 1; done
 
 # Resolve requirements/lock.in and lock-vllm.in again. No index address is written.
 lock: $(INSTALLED)

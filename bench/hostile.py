@@ -1,14 +1,18 @@
 """What strangers can do to a coordinator: malformed frames and well-typed nonsense, while good clients take turns.
 
 The strangers know the protocol, the names of jobs, and nodes that no good client uses; what they may not know is a job's uid,
-which is a secret. A stranger with a key that asks for a good client's nodes is a job like any other: only keys keep it out. Runs
+which is a secret. Beside those that send nonsense there are one that asks for the status and never reads an answer, two that
+connect under one name and take it from each other all the time, and one message in ten is one that was sent before. A stranger
+with a key that asks for a good client's nodes is a job like any other: only keys keep it out. Runs
 on the command line; starts a coordinator and an attacker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -31,6 +35,7 @@ _DECOYS = ["x0", "x1"]
 _ME = this_process()
 # Sent without waiting for answers; more would be dropped where a queue is full, and prove nothing.
 _WINDOW = 50
+_REPLAYED = 0.1  # of all messages
 _KINDS: list[type[m.Message]] = [*m.AnyFromJob.__args__, m.JobOver, m.Unknown, m.LearnerStateUpdate]
 
 # In words: what a value looks like is read off its type's name.
@@ -88,6 +93,10 @@ def _attacker(address: str, counts: list[int], rate: float | None, seed: int, be
     chance = random.Random(seed)
     context = zmq.Context()
     sockets = [_stranger(context, address, number) for number in range(8)]
+    deaf, *twins = (_stranger(context, address, number) for number in ("deaf", "twin", "twin"))
+    for socket in (deaf, *twins):
+        socket.setsockopt(zmq.SNDTIMEO, 0)
+    status, before = m.encode(m.StatusRequest()), deque[bytes](maxlen=_WINDOW)
     plan = [0] * counts[0] + [1] * counts[1]
     chance.shuffle(plan)
     began = time.monotonic()
@@ -96,7 +105,13 @@ def _attacker(address: str, counts: list[int], rate: float | None, seed: int, be
             time.sleep(max(0.0, began + number / rate - time.monotonic()))
         which = chance.randrange(len(sockets))
         socket = sockets[which]
-        socket.send(_message(chance, f"s{which}") if well_typed else _malformed(chance, f"s{which}"))
+        made = _message if well_typed else _malformed
+        frame = chance.choice(before) if before and chance.random() < _REPLAYED else made(chance, f"s{which}")
+        before.append(frame)
+        socket.send(frame)
+        for other in (deaf, chance.choice(twins)):
+            with contextlib.suppress(zmq.Again):
+                other.send(status)
         while socket.poll(0):
             socket.recv()
         if number % _WINDOW == 0 and rate is None:
@@ -106,7 +121,7 @@ def _attacker(address: str, counts: list[int], rate: float | None, seed: int, be
     bench.send(None)
 
 
-def _stranger(context: zmq.Context, address: str, number: int) -> zmq.Socket:
+def _stranger(context: zmq.Context, address: str, number: int | str) -> zmq.Socket:
     socket = dealer(context, f"s{number}", for_address(address, None, JOB))
     socket.setsockopt(zmq.SNDTIMEO, 10_000)
     connect_to(address, socket)

@@ -101,8 +101,10 @@ _NAMES = {
         "_fully_shard._fsdp_param.FSDPParam.reset_sharded_param": "pads a shard unless `_sharded_param_data` is its memory",
     },
     "torch._C": {"_host_emptyCache": "what FSDP pinned before it came into our arena goes back to the host"},
-    "multiprocessing.forkserver._forkserver": {
-        "_forkserver_address _forkserver_alive_fd _forkserver_pid": "set: its server is a fork of ours",
+    "multiprocessing.forkserver": {
+        "socket": "set: its server takes connections of its own user alone",
+        "_forkserver._forkserver_address _forkserver._forkserver_alive_fd": "set: its server is a fork of ours",
+        "_forkserver._forkserver_pid": "set with them",
     },
     "ray": {"experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is"},
     "transfer_queue": {

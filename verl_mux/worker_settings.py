@@ -27,7 +27,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     `events_every`: only steps that are multiples of it are logged; `texts`, `stalls`: see mux.profile.
     `rollout_nodes`, `train_nodes`: names in the order of ranks; `places`: where each of them is.
     `resume`: the folder of the checkpoint that the job goes on from, None: from none.
-    `device`: the keys under mux.device.
+    `sample_timeout_s`: see mux.rollout. `device`: the keys under mux.device.
     """
 
     text_chars: ClassVar[int] = 4000
@@ -46,6 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     train_cpus: tuple[int, ...] = ()
     places: dict[str, Place] = {}
     resume: str | None = None
+    sample_timeout_s: float | None = None
     device: DeviceSettings = DeviceSettings()
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """Jobs that end without a word, as real processes: their nodes are given on when their processes are gone."""
 
+import contextlib
 import os
+import resource
 import signal
+import socket
 import time
 
 import psutil
 import pytest
 
-from tests.coordinator.conftest import HOLDERS_UID
+from bench.coordinator_process import CoordinatorProcess
+from tests.coordinator.conftest import HOLDERS_UID, POOLS
 from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.errors import UserError
@@ -162,7 +166,7 @@ def test_all_dying_jobs_together_cost_one_look_at_the_processes(serve, many_proc
     assert looks <= 2 * (time.monotonic() - began) / 1.5  # of each process two a look, of which one a second or less
 
 
-def test_no_process_counts_as_gone_while_there_is_no_descriptor_to_look_with(hold, serve, eventually, monkeypatch):
+def test_no_process_counts_as_gone_while_there_is_no_descriptor_to_look_with(hold, serve, eventually, monkeypatch, caplog):
     coordinator = serve(kill=False)
     process, member = hold(coordinator, "carried")
     read = members.Path.read_bytes
@@ -176,9 +180,43 @@ def test_no_process_counts_as_gone_while_there_is_no_descriptor_to_look_with(hol
         patch.setattr(members.Path, "read_bytes", out_of_descriptors)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        eventually(lambda: coordinator.snapshot()["refused"].get("faults", 0) >= 3)
+        eventually(lambda: coordinator.snapshot()["refused"].get("all open files are taken", 0) >= 3)
         assert job(coordinator)["tokens"] == [1]
     eventually(lambda: job(coordinator)["waits_for"] == [f"pid {member}"])
+    assert caplog.text.count("open files") == 1 and "Traceback" not in caplog.text
+
+
+def test_a_job_that_comes_while_no_descriptor_is_left_is_taken_later(serve, join, pool, eventually, monkeypatch):
+    coordinator = serve()
+
+    def out_of_descriptors(member):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(members, "is_alive", out_of_descriptors)
+        coming = pool.submit(join, coordinator, "a")
+        eventually(lambda: coordinator.snapshot()["refused"].get("all open files are taken"))
+    assert coming.result(30).acquire("rollout", step=1).token == 1
+
+
+def test_strangers_who_take_all_open_files_go_first_and_leave_one_line(join, pool, eventually):
+    with CoordinatorProcess({"pools": POOLS, "lease_timeout": 5}) as coordinator:
+        a, b = join(coordinator.address, "a"), join(coordinator.address, "b")
+        a.acquire("rollout", step=1)
+        waiting = pool.submit(b.acquire, "rollout", step=1)
+        hard = resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE, (300, hard))
+        host, port = coordinator.address.removeprefix("tcp://").split(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(600):
+                stack.enter_context(socket.create_connection((host, int(port))))
+            output = coordinator.folder / "stderr"
+            eventually(lambda: "open files" in output.read_text())
+            eventually(lambda: len(os.listdir(f"/proc/{coordinator.pid}/fd")) < 290)
+            a.close()
+            assert waiting.result(60).token == 2
+        said = output.read_text()
+        assert "Traceback" not in said and said.count("open files") == 1
 
 
 def test_the_name_of_a_killed_job_is_free_for_its_restart(serve, join, hold):

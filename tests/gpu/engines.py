@@ -70,7 +70,7 @@ class Engine:
     """One engine. `tags`: bytes of each as it started; with `gate` it waits there, and they are known after `open`."""
 
     def __init__(self, bed: Bed, name: str, share: float, ranks: int = 1, gate: bool = False, fault: str = "") -> None:
-        self.ranks, self.before = ranks, bed.used()
+        self.ranks, self.before, self.is_on_the_ledger = ranks, bed.used(), bool(bed.environment)
         self.name, self._reports = name, bed.folder / f"reports-{len(bed.started)}-{name}"
         self._reports.mkdir()
         options = {"kind": bed.kind, "folder": str(bed.folder), "share": share, "ranks": ranks, "gate": gate, "fault": fault}
@@ -137,6 +137,10 @@ class Engine:
             return {self._line.pid, *(child.pid for child in psutil.Process(self._line.pid).children(recursive=True))}
         except psutil.NoSuchProcess:
             return set()
+
+    @property
+    def pid(self) -> int:
+        return self._line.pid
 
     def end(self) -> None:
         for pid in sorted(self.pids()):

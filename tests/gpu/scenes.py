@@ -141,7 +141,8 @@ def no_room(awake: Engine, sleeper: Engine) -> list[str]:
     except EngineEnded as ended:
         return [f"a wake without room ended {sleeper.name}: {ended}"]
     except RuntimeError as error:
-        wrong += [] if "no room" in str(error) and "held by" in str(error) else [f"{sleeper.name}: {error}"]
+        holder = f"{awake.name} (pid {awake.pid})" if awake.is_on_the_ledger else ""  # a driver does not know of jobs
+        wrong += [] if all(word in str(error) for word in ("no room", "held by", holder)) else [f"{sleeper.name}: {error}"]
     wrong += [] if awake.tokens() == before else [f"{awake.name} gives other tokens than before"]
     awake.sleep()
     sleeper.back()

@@ -1,6 +1,7 @@
 """`verl-mux plan` as a user meets it."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from verl_mux.errors import Failure
 from verl_mux.launcher import plan_memory, run_processes
 from verl_mux.launcher.plan_command import make_plan, plan_lines
 from verl_mux.launcher.plan_jobs import read_jobs
+from verl_mux.platform.host_memory import Room
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "placement" / "jobs.yaml"
 
@@ -66,6 +68,15 @@ def test_capacity_comes_from_the_coordinators_file(composed, run_main, tmp_path)
     (tmp_path / "pools.yaml").write_text(POOLS)
     told = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
     assert (told["gpus"]["r0"]["capacity"], told["gpus"]["t0"]["capacity"]) == (102_600_000_000, 60 * 10**9)
+
+
+def test_a_host_that_has_less_than_the_file_says_counts_by_what_it_has(composed, run_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_memory, "room", lambda: Room(64 * 10**9, 0, "/sys/fs/cgroup/pod"))
+    here = f"host: {socket.gethostname()}, host_bytes: 1000000000000"
+    (tmp_path / "pools.yaml").write_text(POOLS.replace("name: r0", f"name: r0, {here}"))
+    told = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
+    assert told["hosts"]["r0"]["capacity"] == 64 * 10**9
+    assert "r0: 64 GB of host memory by /sys/fs/cgroup/pod here, less than its host_bytes" in told["notes"]
 
 
 def test_what_does_not_fit_is_said_and_is_exit_code_1(composed, run_main):

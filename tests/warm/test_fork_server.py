@@ -173,6 +173,40 @@ except OSError:
     assert server.process.poll() is None
 
 
+ATTACK = """
+import os, socket, sys
+os.setuid(65534)
+s = socket.socket(socket.AF_UNIX)
+s.connect(sys.argv[1].replace("@", chr(0)))
+s.settimeout(20)
+ours, theirs = os.pipe(), os.pipe()
+try:
+    socket.send_fds(s, [b"\\4"], [ours[0], theirs[1], ours[1], theirs[0]])
+    os.close(theirs[1])
+    print("forked" if os.read(theirs[0], 8) else "refused")
+except OSError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_fork_of_an_engines_server_and_its_own_user_still_does(server, tmp_path):
+    """It could hand over a program to run as the job's user."""
+    program = f"""
+        import os, sys, json, socket, subprocess
+        sys.path.insert(0, {str(ROOT)!r})
+        from multiprocessing import forkserver
+        from tests.warm.engine import launch
+        if __name__ == "__main__":
+            address = forkserver._forkserver._forkserver_address.replace(chr(0), "@")
+            done = subprocess.run([sys.executable, "-c", {ATTACK!r}, address], capture_output=True, text=True, timeout=60)
+            print(json.dumps([done.stdout.strip() or done.stderr, launch()[2]]))
+    """
+    worker = server.client(program, folder=tmp_path)
+    out, err = worker.communicate(timeout=60)
+    assert json.loads(out) == ["refused", True], err
+
+
 @pytest.mark.parametrize("sent", [b"", b"\0\0\0\2[]", b"\x7f\xff\xff\xff{", b'\0\0\0\2{"', b'\0\0\0\x0d{"words": [1]}'])
 def test_a_client_that_asks_for_nonsense_is_refused_and_the_next_is_served(server, tmp_path, sent):
     attack = f"""

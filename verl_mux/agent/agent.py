@@ -238,6 +238,7 @@ class Agent:
             others=others,
             memory_free=min(memory.available, _HIGHEST_BYTES),
             memory_total=min(memory.total, _HIGHEST_BYTES),
+            memory_source=memory.source,
         )
 
     # --- doing ---

@@ -94,6 +94,7 @@ def hand_to_workers(
         train_cpus=cores["train"],
         places=dict(places or {}),
         resume=resume,
+        sample_timeout_s=mux.rollout.sample_timeout_s,
         device=mux.device,
     )
     with open_dict(config):
@@ -220,14 +221,15 @@ _PARTS = tuple(f"actor_rollout_ref.{part}" for part in (
 _MODE, _POOL = "trainer.v1.trainer_mode", "actor_rollout_ref.rollout"
 
 
-def judge(given: DictConfig, where: str) -> dict[str, Any]:
+def judge(written: dict[str, Any], where: str) -> dict[str, Any]:
     """What a start of this config would refuse, change, and be the first to try: accepted, refusals, changes, untried.
 
     A config of another trainer mode is judged as `mux_separate`, with a rollout pool like its training pool if it has none.
     `where`: names the config in errors. Raises UserError: it is no whole config of verl's.
     """
-    config = copy.deepcopy(given)
     try:
+        given = OmegaConf.create(written)
+        config = copy.deepcopy(given)
         for section in (*_SECTIONS, *_PARTS):
             found = OmegaConf.select(config, section)
             if not OmegaConf.is_dict(found) and (found is not None or section in _SECTIONS):

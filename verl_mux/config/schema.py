@@ -179,6 +179,10 @@ class RolloutConfig(Keys, frozen=True):
         _doc("defer: prompts whose responses are likely to be long share rounds of their own. On-policy; no length is selected."),
     ] = "none"
     trigger: TriggerConfig = TriggerConfig()
+    sample_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        _doc("A sample that takes longer, its time in the queue included, fails; null: a tool that hangs holds the step up."),
+    ] = None
 
     @property
     def cuts(self) -> bool:

@@ -38,13 +38,14 @@ from verl_mux.coordinator.bus.link import Router
 from verl_mux.coordinator.core import hosts, placing
 from verl_mux.coordinator.core.placed_jobs import Standing
 from verl_mux.coordinator.core.placing import Answerer, Asked, nothing_follows
-from verl_mux.coordinator.core.records import Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
+from verl_mux.coordinator.core.records import HostRoom, Input, Instruction, JobExited, JobState, Log, Planned, PoolsChanged, What
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import NEVER_REGISTERED, IllegalMove, Machine, UnknownJob, is_refusal
 from verl_mux.coordinator.journal import Delivery, Journal
 from verl_mux.coordinator.process_watch import ProcessWatch
 from verl_mux.errors import Failure, UserError
+from verl_mux.platform.host_memory import room
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Coordinator:
         self._delivery = Delivery(self._journal, self._machine, self._carry_out, self._loop.call_soon)
         self._planning = Planning(self._machine, self._take, self._clock.now, self._refusals)
         self._planning.look()
+        self._take_own_room()
         self._router = Router(self._bind, self._keys, self._receive)
         self.address = self._router.address
         watching = asyncio.create_task(self._watch.run(self._delivery.flush))
@@ -161,6 +163,12 @@ class Coordinator:
         self._planning.close()
         self._delivery.flush()
         self._router.close()
+
+    def _take_own_room(self) -> None:
+        found, here = room(), f"{members.HOST}/{members.SPACE}"
+        own = HostRoom(host=here, names=members.names_of_this_host(), bytes=found.total, source=found.source)
+        if self._machine.state.rooms.get(here) != own:
+            self._take(own)
 
     def _take(self, what: What | Input) -> None:
         """The heart: decide, keep in the journal, carry out."""
@@ -201,8 +209,9 @@ class Coordinator:
             self._send(identity, m.Refused(about=error.about, reason=str(error)))
         except Exception as error:
             about = m.asks_about(message)
-            self._refusals.count("faults", f"{about} of {identity!r}", error)
-            self._send(identity, m.Refused(about=about, reason="the coordinator failed at this message, and took it back"))
+            self._refusals.count("faults", f"{about} of job {getattr(message, 'job', '')!r}", error)  # a client's name is secret
+            reason, passes = "the coordinator failed at this message, and took it back", members.is_out_of_files(error)
+            self._send(identity, m.Refused(about=about, reason=reason, retry=passes))
 
     def _answer(self, identity: bytes, role: str, message: m.AnyMessage) -> None:
         if refused := _refusal(identity, role, message):
@@ -346,7 +355,10 @@ class Refusals:
         self._logged: dict[str, float] = {}  # kind -> when
 
     def count(self, kind: str, detail: object, error: BaseException | None = None) -> None:
-        """`error`: a fault of the coordinator, to be logged with its traceback."""
+        """`error`: a fault of the coordinator, to be logged with its traceback; it is none where connections have taken all open
+        files, which passes: those that show no key are closed first."""
+        if members.is_out_of_files(error):
+            kind, error = "all open files are taken", None
         self.counts[kind] += 1
         now = time.monotonic()
         if now - self._logged.get(kind, float("-inf")) >= _LOG_EVERY_S:

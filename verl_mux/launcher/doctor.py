@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl_mux import upstream
@@ -113,7 +112,7 @@ def judge_job(command: list[str] | None, file: Path | None, as_json: bool) -> No
         require_verl()
         where = "the command's config"
         config = composed([sys.executable, "-m", *words[words.index(_MAIN) :], "--cfg", "job"], where)
-    found = judge(OmegaConf.create(config), where)
+    found = judge(config, where)
     print(json.dumps(found, indent=2, default=str) if as_json else "\n".join(_judged(found)))
     if not found["accepted"]:
         raise Failure(f"this job is refused: {', '.join(dict.fromkeys(one['key'] for one in found['refusals']))}")

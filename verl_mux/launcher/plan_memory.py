@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux.composed_config import at
+from verl_mux.coordinator.bus.members import names_of_this_host
 from verl_mux.coordinator.config import read_config
 from verl_mux.coordinator.core.settings import Config
 from verl_mux.errors import UserError
@@ -27,6 +28,7 @@ from verl_mux.memory.certificate.job import Job, read_job
 from verl_mux.memory.model_files import read_model_config
 from verl_mux.placement.estimator import find_kind
 from verl_mux.platform.charges import GB
+from verl_mux.platform.host_memory import room
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import read_directory
 
@@ -89,7 +91,11 @@ def _capacity(node: str, side: str, job: Job, budget: float | None, config: Conf
     kind = find_kind(name := pool.kind or _KINDS[side], {})
     gpu = described.device_bytes // max(described.gpus, 1) if described.device_bytes else round(kind.memory_gb * GB)
     notes.append(f"{node}: {name}, {gpu / GB:.0f} GB a GPU")
-    return Capacity(gpu=gpu, host=described.host_bytes, process=round(kind.process_gb * GB))
+    host = described.host_bytes
+    if host is not None and described.host in names_of_this_host() and (here := room()).total < host:
+        host = here.total
+        notes.append(f"{node}: {host / GB:.0f} GB of host memory by {here.source} here, less than its host_bytes")
+    return Capacity(gpu=gpu, host=host, process=round(kind.process_gb * GB))
 
 
 def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]]:
@@ -133,8 +139,8 @@ def configs_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _job(config: dict[str, Any], where: str) -> tuple[Job, float | None]:
     """The job, and the memory of its GPUs in GB where its config says it (mux.device.budget)."""
-    whole = OmegaConf.create(config)
     try:
+        whole = OmegaConf.create(config)
         parts = {name: part for name in _PARTS if (part := OmegaConf.select(whole, name)) is not None}
         if strange := [name for name, part in parts.items() if not OmegaConf.is_dict(part)]:
             raise UserError(f"{where}: {strange[0]} is {parts[strange[0]]!r}; keys are needed there")

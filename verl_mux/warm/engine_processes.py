@@ -8,6 +8,7 @@ and by each engine's folder: SGLang starts processes by functions that are wrapp
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import inspect
@@ -15,11 +16,13 @@ import multiprocessing
 import os
 import shlex
 import socket
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from verl_mux.coordinator.bus.members import end_with_parent
@@ -27,6 +30,23 @@ from verl_mux.coordinator.bus.members import end_with_parent
 # Names the socket of the job's fork server, in the environment of the job's processes; empty: forks are not possible here.
 VARIABLE = "VERL_MUX_FORK_SERVER"
 _ADDRESSES = "\0verl_mux/"
+
+
+def user_of(client: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket. Raises OSError."""
+    size = struct.calcsize("3i")
+    return int(struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])
+
+
+class _ForThisUser(socket.socket):
+    """All processes of a host may connect to an abstract socket, and /proc/net/unix shows them its name."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        client, address = super().accept()
+        if user_of(client) == os.getuid():
+            return client, address
+        client.close()
+        raise OSError(errno.ECONNABORTED, "of another user")  # for which the server of multiprocessing goes on
 
 
 def make_ready() -> None:
@@ -39,6 +59,7 @@ def make_ready() -> None:
         if not (pid := os.fork()):
             os.close(alive)
             end_with_parent()  # the processes that it forks have the other end of `until` too
+            vars(forkserver).update(socket=SimpleNamespace(socket=_ForThisUser, AF_UNIX=socket.AF_UNIX))
             forkserver.main(listener.detach(), until, [])
         os.close(until)
     vars(forkserver._forkserver).update(_forkserver_address=address, _forkserver_alive_fd=alive, _forkserver_pid=pid)

@@ -204,9 +204,7 @@ def receive(client: socket.socket) -> Program:
     Raises:
         ValueError, msgspec.MsgspecError: it is another user's, or what it sent is not what clients send. OSError.
     """
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    if uid != os.getuid():
+    if (uid := engine_processes.user_of(client)) != os.getuid():
         raise ValueError(f"it is of user {uid}; allowed: {os.getuid()}")
     text, stdio, _, _ = socket.recv_fds(client, 1 << 16, 3)
     length = _NUMBER.unpack(text[: _NUMBER.size])[0] if len(text) >= _NUMBER.size else 0

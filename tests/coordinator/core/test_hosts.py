@@ -11,7 +11,8 @@ from tests.coordinator.driver import Driver, config
 from verl_mux.coordinator.bus import messages as m
 from verl_mux.coordinator.bus.messages import Holder
 from verl_mux.coordinator.core import hosts
-from verl_mux.coordinator.core.records import DriverDied, HostMeasured, HostSeen, ProcessesGone, State
+from verl_mux.coordinator.core.reaping import Sights
+from verl_mux.coordinator.core.records import DriverDied, HostMeasured, HostRoom, HostSeen, ProcessesGone, State
 from verl_mux.coordinator.core.snapshot import describe
 from verl_mux.coordinator.core.state import Machine
 from verl_mux.coordinator.prometheus import coordinator_samples
@@ -130,6 +131,40 @@ def test_host_memory_of_a_dead_job_comes_free_with_its_last_process(driver):
     assert isinstance(join(driver, "b"), m.Registered)
 
 
+def seen(driver, host, num_gb, source="/sys/fs/cgroup/pod"):
+    """As an agent on the host reports what there is."""
+    name = m.HostName(host, [], "boot", "1")
+    about = {"memory_total": num_gb * GB, "memory_source": source}
+    report = m.AgentReport(agent="x", number=1, host=name, source="unknown", **about)
+    out = Sights().take(report, driver.machine.state, 1.0)
+    for what in out:
+        driver.do(what)
+    return [type(what) for what in out]
+
+
+def test_what_a_host_has_counts_where_it_is_less_than_the_file_says(driver):
+    seen(driver, "hostb", 600)
+    assert isinstance(join(driver, "a"), m.Registered)
+    refused = join(driver, "b", {"train": ["t1"]}).reason
+    limit = "of 600.0 GB there (for t0, t1 by /sys/fs/cgroup/pod of host hostb), 38.0 GB are free"
+    assert refused.endswith(f"{limit}; held by a 562.0 GB (declared); it fits when a has ended")
+    node = describe(driver.machine.state, driver.machine.config, 9.0, {})["pools"]["train"]["nodes"]["t0"]["host_memory"]
+    assert (node["capacity"], node["capacity_source"]) == (600 * GB, "/sys/fs/cgroup/pod of host hostb")
+    seen(driver, "hostb", 5000, "the machine")
+    assert isinstance(join(driver, "b", {"train": ["t1"]}), m.Registered)
+
+
+def test_a_job_on_two_nodes_of_one_host_needs_room_for_both(driver):
+    seen(driver, "hostb", 1000)
+    refused = join(driver, "a", {"train": ["t0", "t1"]}).reason
+    assert "needs 1124.0 GB of host memory on node 't0' and 't1'" in refused and "it never fits there" in refused
+
+
+def test_a_host_that_says_nothing_new_takes_no_place_in_the_journal(driver):
+    assert HostRoom in seen(driver, "hostb", 600) and HostRoom not in seen(driver, "hostb", 600)
+    assert HostRoom in seen(driver, "hostb", 500)
+
+
 def test_a_job_that_runs_is_taken_back_however_full_the_node_is(driver):
     join(driver, "a")
     measure(driver, "a", 990)
@@ -202,7 +237,7 @@ def test_status_and_prometheus_show_it(driver):
     node = found["pools"]["train"]["nodes"]["t0"]["host_memory"]
     told = {"parameters": 150 * GB, "optimizer": 300 * GB, "processes": 112 * GB}
     entry = {"counted": 562 * GB, "told": told, "measured": {"private": 100 * GB}, "source": "agent", "most": 0}
-    assert node == {"capacity": 1000 * GB, "held": 562 * GB, "jobs": {"a": entry}}
+    assert node == {"capacity": 1000 * GB, "capacity_source": "the coordinator's file", "held": 562 * GB, "jobs": {"a": entry}}
     where, samples = {"pool": "train", "node": "t0"}, list(coordinator_samples(found))
     assert ("mux_node_host_capacity_bytes", where, 1000 * GB) in samples
     assert ("mux_node_host_bytes", where | {"job": "a"}, 562 * GB) in samples

@@ -348,10 +348,16 @@ def test_a_phase_that_takes_far_longer_than_those_before_is_told_once(hung):
     assert jobs.machine.state.jobs["a"].overdue == []
 
 
-def test_the_first_phase_of_a_kind_and_short_ones_are_never_overdue():
+def test_the_first_phase_of_a_kind_is_overdue_after_a_bound_of_its_own_and_once(monkeypatch):
+    monkeypatch.setattr(queueing, "OVERDUE_FIRST_S", 100.0)
     jobs = Jobs("a")
     jobs.ask("a", "rollout", 1, ["r0"])
-    assert jobs.live(2000, "a") == []
+    assert jobs.live(90, "a") == []
+    assert jobs.live(20, "a") == [r.PhaseOverdue(job="a", uid="a:1", token=1)]
+    assert jobs.live(100, "a") == [] and jobs.holders("r0") == ["a"]
+
+
+def test_short_phases_are_never_overdue():
     jobs = Jobs("a")
     jobs.ask("a", "rollout", 1, ["r0"])
     jobs.release("a")

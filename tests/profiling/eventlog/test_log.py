@@ -1,10 +1,12 @@
 """The log's lines: their format, and that nothing a caller hands over stops it."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -317,6 +319,41 @@ def test_a_directory_that_cannot_be_written_costs_lines_and_nothing_else(tmp_pat
     writer.put(fine, 1, b"y\n")
     assert writer.flush(10.0)
     assert texts(tmp_path / "fine")["step_1/worker_0.jsonl"] == "y\n"
+
+
+@contextlib.contextmanager
+def no_room_beyond(size):
+    """For any file of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_disk_that_was_full_for_a_while_every_line_is_there_or_counted_and_each_time_is_said_once(tmp_path, caplog):
+    writer, owner = LineWriter(), Owner(tmp_path)
+
+    def put(numbers):
+        for number in numbers:
+            writer.put(owner, 1, b"%04d\n" % number)
+        assert writer.flush(10.0)
+
+    put(range(100))
+    for first in (100, 300):
+        with no_room_beyond(len(texts(tmp_path)["step_1/worker_0.jsonl"]) + 12):  # two lines and a torn one
+            put(range(first, first + 50))
+            put(range(first + 50, first + 100))
+            assert writer.flush(10.0)
+        put(range(first + 100, first + 200))
+    assert writer.flush(10.0)
+    lines = texts(tmp_path)["step_1/worker_0.jsonl"].splitlines()
+    whole = {int(line) for line in lines if len(line) == 4}
+    dropped = [json.loads(line)["dropped"] for line in lines if line.startswith("{") and line.endswith("}")]
+    assert len(whole) + sum(dropped) == 500 and writer.failed == sum(dropped) > 190
+    assert whole > {*range(100), *range(200, 300), *range(400, 500)}
+    assert caplog.text.count("cannot write") == 2
 
 
 def deep(levels):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,64 @@ def test_a_request_that_failed_says_of_what_in_one_line(log):
     with pytest.raises(ValueError), request_log.request(log, "u_0", 5):
         raise ValueError("no such tool\nand much more" + "x" * 9999)
     assert named(log, "aborted_request_with_cancelled_error")[0]["error"] == "ValueError: no such tool"
+
+
+@pytest.mark.parametrize("parked_s", [0.0, 0.3])
+def test_a_sample_that_does_not_end_fails_after_its_time_and_says_in_which_turn(log, parked_s):
+    """What it could not generate in does not count."""
+    ended = []
+
+    async def hangs():
+        request_log.current.get().begin_turn(2)
+        try:
+            if parked_s:
+                async with request_log.parked(SimpleNamespace(step=5, held_by="cut off")):
+                    await asyncio.sleep(parked_s)
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def run():
+        began = time.monotonic()
+        with request_log.request(log, "u_0", 5):
+            try:
+                await request_log.in_time(0.1, hangs)
+            finally:
+                assert time.monotonic() - began >= parked_s + 0.1 and ended == [True]
+
+    with pytest.raises(request_log.TooLong):
+        asyncio.run(run())
+    (told,) = named(log, "aborted_request_with_cancelled_error")
+    assert (told["reason"], told["error"]) == (
+        "failed", "TooLong: no end after 0.1 s (mux.rollout.sample_timeout_s), in turn 2",
+    )  # fmt: skip
+
+
+def test_a_sample_that_ends_in_time_gives_what_it_found_and_one_that_is_given_up_ends(log):
+    async def run():
+        async def found():
+            await asyncio.sleep(0)
+            return 7
+
+        inside = asyncio.Event()
+
+        async def hangs():
+            try:
+                inside.set()
+                await asyncio.Event().wait()
+            finally:
+                inside.clear()
+
+        with request_log.request(log, "u_0", 5):
+            assert await request_log.in_time(60.0, found) == await request_log.in_time(None, found) == 7
+            task = asyncio.ensure_future(request_log.in_time(60.0, hangs))
+            await inside.wait()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0)
+            assert not inside.is_set()
+
+    asyncio.run(run())
 
 
 def test_the_score_is_told_with_the_reward_and_the_request(log):

@@ -118,8 +118,12 @@ def _if_it_can_be_read() -> Iterator[None]:
     except psutil.Error:
         pass
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
+        if is_out_of_files(error):
             raise
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def own_family() -> set[int]:

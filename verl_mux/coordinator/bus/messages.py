@@ -437,7 +437,7 @@ class Holder(msgspec.Struct, frozen=True):
 class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     """What an agent sees; also the question what to look for. `agent`: its ZeroMQ identity; `number` counts its reports.
     `source`: of the device memory of processes. `looks`, `dead`: what the last answer asked for. `others`: device bytes of
-    processes without a mark, by node. Host memory in bytes."""
+    processes without a mark, by node. Host memory in bytes, and what limits it."""
 
     agent: Name
     number: Beat
@@ -449,6 +449,7 @@ class AgentReport(Message, kw_only=True, frozen=True, tag="AGENT_REPORT"):
     others: Tags = {}
     memory_free: Bytes = 0
     memory_total: Bytes = 0
+    memory_source: Text = ""
 
 
 class NodeHere(msgspec.Struct, frozen=True):

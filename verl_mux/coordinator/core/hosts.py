@@ -11,13 +11,14 @@ where one is heard, by the job itself elsewhere. While the job has not finished 
 optimizer's states, the larger of the two counts; from then on the most that was measured since. A job that does not fit is
 refused, with which jobs hold what and where it would fit. A job that is there is never ended for what it holds. A node without
 `host_bytes` has no limit. Placed jobs count as they were estimated until they are measured; the placer, which learns what was
-measured, sees that they fit.
+measured, sees that they fit. What a host really has, or a control group allows there, counts where `host_bytes` says more.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +34,7 @@ from verl_mux.profiling.eventlog import events
 GB = 10**9
 SETTLED = 2
 AGENT, ITSELF = "agent", "job"
+FILE = "the coordinator's file"
 # What an agent sees is on record again when it differs by this much: each time is a line of the journal.
 _NEWS_BYTES, _NEWS_SHARE = 64 * 2**20, 0.02
 _ADVICE = "While jobs run, pools and nodes may be added and times changed, and nodes removed that are draining and no job's"
@@ -45,6 +47,7 @@ class Hosts(Feature):
     def handlers(self) -> Mapping[type, Handler]:
         return {
             r.HostSeen: self._seen,
+            r.HostRoom: self._room,
             r.HostGone: self._gone,
             r.OwedPaid: self._paid,
             r.HostReleased: self._host_released,
@@ -60,11 +63,11 @@ class Hosts(Feature):
         if is_known or asked.wants_placement:
             return None
         state, config = self.core.state, self.core.config
-        needs = _needed(asked, nodes, config)
-        for node in dict.fromkeys(name for names in nodes.values() for name in names):
-            need = needs.get(node, HostMemory())
-            if not _fits(node, sum(need.declared.values()), state, config):
-                return _does_not_fit(asked.job, node, need, state, config)
+        needed = {node: HostMemory() for names in nodes.values() for node in names} | _needed(asked, nodes, config)
+        needs = {node: sum(memory.declared.values()) for node, memory in needed.items()}
+        for node in needs:
+            if limit(node, state, config, needs)[1] < 0:
+                return _does_not_fit(asked.job, node, needed[node], needs, state, config)
         return None
 
     def registered(self, now: float, job: Job, asked: m.Register) -> list[Instruction]:
@@ -93,6 +96,10 @@ class Hosts(Feature):
         host.agent, host.gone, host.excused, host.since = True, False, [], now
         said = Log(events.HOST_SEEN, {"host": host.name, "addresses": name.addresses, "boot": name.boot})
         return [said, *self._fence_anew()]
+
+    def _room(self, now: float, job: None, what: r.HostRoom) -> list[Instruction]:
+        self.core.state.rooms[what.host] = what
+        return []
 
     def _gone(self, now: float, job: None, what: r.HostGone) -> list[Instruction]:
         host = self.core.state.hosts.get(what.host)
@@ -171,12 +178,12 @@ class Hosts(Feature):
             source=AGENT if isinstance(what, r.HostMeasured) else ITSELF,
             most=max(known.most, sum(bytes_now.values())) if job.finished >= SETTLED else 0,
         )
-        held = _held_on(what.node, self.core.state)
-        node = self.core.config.nodes.get(what.node)
+        held = _held_on([what.node], self.core.state)
+        most, _ = limit(what.node, self.core.state, self.core.config)
         about = {
             **{"job": job.name, "node": what.node, "bytes": sum(bytes_now.values()), "kinds": bytes_now},
             **{"source": job.host_memory[what.node].source, "counted": held.get(job.name, 0)},
-            **{"node_bytes": sum(held.values()), "capacity": node.host_bytes if node else None},
+            **{"node_bytes": sum(held.values()), "capacity": most.bytes if most else None},
         }
         return [Log(events.HOST_MEMORY, about)]
 
@@ -264,40 +271,65 @@ def counted(job: Job, node: str) -> int:
     return memory.most or max(sum(memory.declared.values()), sum(memory.measured.values()))
 
 
-def _held_on(node: str, state: State) -> dict[str, int]:
+def _held_on(nodes: Iterable[str], state: State) -> dict[str, int]:
     """By job; those that hold nothing are left out."""
-    return {job.name: num_bytes for job in state.jobs.values() if (num_bytes := counted(job, node))}
+    held = {job.name: sum(counted(job, node) for node in nodes) for job in state.jobs.values()}
+    return {name: num_bytes for name, num_bytes in held.items() if num_bytes}
 
 
-def _fits(node: str, need: int, state: State, config: Config) -> bool:
-    capacity = config.nodes[node].host_bytes
-    return capacity is None or sum(_held_on(node, state).values()) + need <= capacity
+class Limit(NamedTuple):
+    """Bytes that jobs may hold on `nodes` together, and what says so."""
+
+    bytes: int
+    source: str
+    nodes: list[str]
 
 
-def _does_not_fit(job: str, node: str, need: HostMemory, state: State, config: Config) -> str:
+def limit(node: str, state: State, config: Config, needs: Mapping[str, int] | None = None) -> tuple[Limit | None, int]:
+    """The one that leaves the least free there, and how much; None: no limit. `needs`: of a job that comes, bytes by node."""
+    described = config.nodes.get(node)
+    if described is None or described.host_bytes is None:
+        return None, 0
+    limits = [Limit(described.host_bytes, FILE, [node])]
+    for room in state.rooms.values() if described.host else ():
+        if described.host in room.names:
+            there = [it.name for it in config.nodes.values() if it.host in room.names]
+            limits.append(Limit(room.bytes, f"{room.source} of host {room.names[0]}", there))
+    free = [
+        it.bytes - sum(_held_on(it.nodes, state).values()) - sum((needs or {}).get(name, 0) for name in it.nodes) for it in limits
+    ]
+    return min(zip(limits, free, strict=True), key=lambda each: each[1])
+
+
+def _does_not_fit(job: str, node: str, need: HostMemory, needs: Mapping[str, int], state: State, config: Config) -> str:
     """With which jobs hold what, and where it would fit, or which jobs' end would make room."""
-    held, capacity, wanted = _held_on(node, state), config.nodes[node].host_bytes or 0, sum(need.declared.values())
+    most, _ = limit(node, state, config, needs)
+    assert most is not None
+    held, wanted = _held_on(most.nodes, state), sum(needs.get(name, 0) for name in most.nodes)
     kinds = ", ".join(f"{kind} {num_bytes / GB:.1f}" for kind, num_bytes in need.declared.items() if num_bytes)
-    free = capacity - sum(held.values())
+    free = most.bytes - sum(held.values())
     left = f"{_gb(free)} are free" if free >= 0 else f"{_gb(-free)} too many are held"
     by_size = sorted(held.items(), key=lambda entry: -entry[1])
-    words = [f"{name} {_gb(num_bytes)} ({_source(state.jobs[name], node)})" for name, num_bytes in by_size]
-    others = [other.name for other in config.pool_of(node).nodes if other.name != node]
-    fitting = [other for other in others if _fits(other, wanted, state, config)]
+    words = [f"{name} {_gb(num_bytes)} ({_source(state.jobs[name], most.nodes)})" for name, num_bytes in by_size]
+    others = [other.name for other in config.pool_of(node).nodes if other.name not in most.nodes or most.source == FILE]
+    fitting = [it for it in others if it != node and limit(it, state, config, {it: needs[node]})[1] >= 0]
     enough = [name for name, num_bytes in held.items() if free + num_bytes >= wanted]
     if fitting:
         advice = f"it fits on {', '.join(fitting)}"
-    elif wanted > capacity:
+    elif wanted > most.bytes:
         advice = "it never fits there"
     else:
         advice = f"it fits when {' or '.join(enough)} has ended" if enough else f"it fits when {' and '.join(held)} have ended"
     holders = f"held by {', '.join(words)}" if held else "no job holds any"
-    needs = f"{_gb(wanted)} of host memory on node {node!r}{f' ({kinds})' if kinds else ''}"
-    return f"job {job!r} needs {needs}: of {_gb(capacity)} there, {left}; {holders}; {advice}"
+    on = " and ".join(repr(name) for name in most.nodes if needs.get(name) or name == node)
+    asked = f"{_gb(wanted)} of host memory on node {on}"
+    where = "there" if most.source == FILE else f"there (for {', '.join(most.nodes)} by {most.source})"
+    return f"job {job!r} needs {asked}{f' ({kinds})' if kinds else ''}: of {_gb(most.bytes)} {where}, {left}; {holders}; {advice}"
 
 
-def _source(job: Job, node: str) -> str:
+def _source(job: Job, nodes: Sequence[str]) -> str:
     """Where the figure that counts comes from, in words."""
+    node = next(node for node in nodes if node in job.host_memory)
     memory = job.host_memory[node]
     if not memory.most and counted(job, node) <= sum(memory.declared.values()):
         return "declared"

@@ -38,8 +38,9 @@ from verl_mux.coordinator.core import records as r
 from verl_mux.coordinator.core.records import RUNNING, Job, JobState, Lease, Request, State, What
 from verl_mux.coordinator.core.settings import FILLER_GRACE_S, SILENT_TIMEOUT_S, Config, Segment
 
-# A phase counts as overdue when it takes this many times the job's longest of its kind, and this many seconds.
-OVERDUE_FACTOR, OVERDUE_LEAST_S = 10.0, 600.0
+# A phase counts as overdue when it takes this many times the job's longest of its kind, and this many seconds; the first of its
+# kind after the third time: it may be measured against none, and one that hangs holds its nodes.
+OVERDUE_FACTOR, OVERDUE_LEAST_S, OVERDUE_FIRST_S = 10.0, 600.0, 7200.0
 
 # --- the schedule ---
 
@@ -295,9 +296,10 @@ def overdue(state: State, now: float, but: Collection[str]) -> list[What]:
     out: list[What] = []
     for lease in state.leases.values():
         job, longest = state.jobs[lease.job], state.jobs[lease.job].longest.get(lease.phase)
-        if longest is None or job.state is not JobState.LIVE or job.filler or job.name in but or lease.token in job.overdue:
+        if job.state is not JobState.LIVE or job.filler or job.name in but or lease.token in job.overdue:
             continue
-        if now - lease.granted_at > max(OVERDUE_LEAST_S, OVERDUE_FACTOR * longest):
+        most = OVERDUE_FIRST_S if longest is None else max(OVERDUE_LEAST_S, OVERDUE_FACTOR * longest)
+        if now - lease.granted_at > most:
             out.append(r.PhaseOverdue(job=job.name, uid=job.uid, token=lease.token))
     return out
 

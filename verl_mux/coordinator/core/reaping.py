@@ -176,6 +176,8 @@ class Sights:
         out: list[What] = []
         if host is None or not host.agent or host.gone or (host.boot, host.names) != (report.host.boot, report.host.names):
             out.append(r.HostSeen(host=report.host))
+        room = r.HostRoom(host=key, names=report.host.names, bytes=report.memory_total, source=report.memory_source)
+        out += [room] if room.bytes and state.rooms.get(key) != room else []
         empty = {look.uid for look in report.looks if not look.alive}
         out += [r.OwedPaid(host=key, uid=owed.uid) for owed in (host.owed if host else []) if owed.uid in empty]
         dead = set(report.dead)

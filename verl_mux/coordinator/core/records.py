@@ -215,6 +215,7 @@ class State(msgspec.Struct, kw_only=True):
     ask_again_at: float | None = None  # when other moves may have come to pay
     usage: dict[str, Usage] = {}  # by node
     hosts: dict[str, Host] = {}  # by name and PID namespace
+    rooms: dict[str, HostRoom] = {}  # by name and PID namespace
     fenced: dict[str, str] = {}  # nodes that no job is given now, and why; derived from `hosts`
 
     def leases_of(self, job: str) -> list[Lease]:
@@ -297,6 +298,15 @@ class HostSeen(Event, frozen=True, kw_only=True, tag="HOST_SEEN"):
     host: m.HostName  # from which an agent speaks: the first, or again, or after a boot
 
 
+class HostRoom(Event, frozen=True, kw_only=True, tag="HOST_ROOM"):
+    """What the processes of a host may use of its memory, as an agent there or the coordinator read it."""
+
+    host: str  # key of a HostName
+    names: list[str]
+    bytes: int
+    source: str  # the machine, or the folder of a control group
+
+
 class HostGone(Event, frozen=True, kw_only=True, tag="HOST_GONE"):
     host: str  # of which the agent was not heard for as long as a lease is good
 
@@ -339,7 +349,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="PLANNED"):
 
 _Seen = JobSilent | JobRevoked | PhaseOverdue | JobEvicted | DriverDied | JobExited | ProcessesGone | NodeEmpty | NodesOwed
 AboutJob = m.AnyFromJob | _Seen | HostMeasured
-AboutHosts = HostSeen | HostGone | OwedPaid | HostReleased | NodeReleased | PoolsChanged
+AboutHosts = HostSeen | HostRoom | HostGone | OwedPaid | HostReleased | NodeReleased | PoolsChanged
 AboutMoves = Planned | MoveGivenUp | MovesDue
 What = AboutJob | AboutHosts | AboutMoves | Settled
 

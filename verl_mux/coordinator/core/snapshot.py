@@ -26,7 +26,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
         "started": state.started or config.expect_jobs == 0,
         "segment": {"index": state.segment, "mode": queueing.mode(state, config), "of": len(config.schedule)},
         "pools": {
-            name: {"nodes": {node.name: _node(node, state, queue, now) for node in pool.nodes}}
+            name: {"nodes": {node.name: _node(node, state, config, queue, now) for node in pool.nodes}}
             for name, pool in config.pools.items()
         },
         "jobs": {job.name: _job(job, state, now, waits_for.get(job.name, [])) for job in state.jobs.values()},
@@ -35,7 +35,7 @@ def describe(state: State, config: Config, now: float, waits_for: dict[str, list
     }
 
 
-def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now: float) -> dict[str, Any]:
+def _node(node: Node, state: State, config: Config, queue: list[tuple[Request, str | None]], now: float) -> dict[str, Any]:
     peaks, jobs = state.peaks.get(node.name, {}), state.jobs.values()
     memory = {job.name: tags for job in jobs if (tags := job.memory.get(node.name))}
     leases = [lease for lease in state.leases.values() if node.name in lease.nodes]
@@ -58,16 +58,19 @@ def _node(node: Node, state: State, queue: list[tuple[Request, str | None]], now
         "bytes": sum(sum(tags.values()) for tags in memory.values()),
         "peak_bytes": max(peaks.values(), default=0),
         "peak_bytes_by_segment": dict(peaks),
-        "host_memory": _host_memory(node, [job for job in jobs if node.name in job.host_memory]),
+        "host_memory": _host_memory(node, state, config),
     }
 
 
-def _host_memory(node: Node, jobs: list[Job]) -> dict[str, Any]:
-    """`jobs`: those that hold some there."""
+def _host_memory(node: Node, state: State, config: Config) -> dict[str, Any]:
     held = {
-        job.name: {"counted": hosts.counted(job, node.name), **msgspec.to_builtins(job.host_memory[node.name])} for job in jobs
+        job.name: {"counted": hosts.counted(job, node.name), **msgspec.to_builtins(job.host_memory[node.name])}
+        for job in state.jobs.values()
+        if node.name in job.host_memory
     }
-    return {"capacity": node.host_bytes, "held": sum(entry["counted"] for entry in held.values()), "jobs": held}
+    most, _ = hosts.limit(node.name, state, config)
+    about = {"capacity": most.bytes if most else None, "capacity_source": most.source if most else None}
+    return {**about, "held": sum(entry["counted"] for entry in held.values()), "jobs": held}
 
 
 def _usage(state: State, node: str, leases: list[Lease], now: float) -> dict[str, Any]:

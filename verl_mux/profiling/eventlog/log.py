@@ -8,7 +8,7 @@
 `timestamp` is the END of the event in local time, `duration_sec` reaches back from it. A call encodes its line (a few
 microseconds), queues it, and neither waits nor raises; one daemon thread a process writes. Runs in every process that logs;
 writes files only. Invariants (asserted by the tests):
-- A full queue, a disk error or what cannot be JSON costs lines, which are counted.
+- A full queue, a disk error or what cannot be JSON costs lines, which are counted, and the log says so as soon as it can.
 - A file holds whole lines. Only a process that dies inside a write leaves a torn one, and that is the last of its run.
 - A child made by fork starts with an empty queue and files of its own; the parent writes what the parent queued.
 - A file rotates at `max_bytes` (`worker_3.jsonl` becomes `worker_3.1.jsonl`); of the files that this process wrote, the oldest go
@@ -76,6 +76,7 @@ class LineWriter:
         self.max_lines = max_lines
         self.refused: collections.Counter = collections.Counter()  # owner -> lines that found the queue full, or are no JSON
         self.failed = 0  # lines lost to disk errors
+        self._is_full = False  # the last write failed
         self.caller_seconds = 0.0
         self._logs_cost = os.environ.get(COST_VARIABLE) == "1"
         self._cost_before = (time.monotonic(), 0.0, 0.0)  # when, and both sums then
@@ -98,10 +99,13 @@ class LineWriter:
 
     def drop(self, owner) -> None:
         """Counts a line of `owner` that is not written; the log says so as soon as it can."""
-        with self._lock:
-            self.refused[owner] += 1
+        self._count(owner, 1)
         if self._thread is None:
             self._start()
+
+    def _count(self, owner, lines: int) -> None:
+        with self._lock:
+            self.refused[owner] += lines
 
     def flush(self, timeout: float, then: Callable[[], None] | None = None) -> bool:
         """Waits until all that was queued before this call is in the files; False if `timeout` seconds were not enough.
@@ -155,10 +159,14 @@ class LineWriter:
             self._write_batch(batch)
         if self._logs_cost and last is not None and time.monotonic() - self._cost_before[0] >= COST_SECONDS:
             self._log_cost(*last[:2])
+        self._say_refused()
+
+    def _say_refused(self) -> None:
         with self._lock:
             refused, self.refused = self.refused, collections.Counter()
         for owner, count in refused.items():
-            self._append(owner.files, owner.step, [owner.refusal_line(count)])
+            if self._append(owner.files, owner.step, [owner.refusal_line(count)]):
+                self._count(owner, count)  # said when there is room again
 
     def _log_cost(self, owner, step: int) -> None:
         """Log the process's cost among the lines of `owner`, which wrote last."""
@@ -170,26 +178,32 @@ class LineWriter:
     def _write_batch(self, batch: list) -> None:
         for (owner, step), group in itertools.groupby(batch, key=lambda item: (item[0], item[1])):
             if callable(owner):
+                self._say_refused()
                 owner()
             else:
                 lines = [line for _, _, line in group]
                 self._written += len(lines)
-                self._append(owner.files, step, lines)
+                if lost := self._append(owner.files, step, lines):
+                    self.failed += lost
+                    self._count(owner, lost)
 
-    def _append(self, files: LineFiles, step: int, lines: list[bytes]) -> None:
+    def _append(self, files: LineFiles, step: int, lines: list[bytes]) -> int:
+        """How many of the lines could not be written whole."""
         path, data = files.path(step), b"".join(lines)
+        view = memoryview(data)
         try:
             self._make_room(files, path, len(data))
             handle = self._handle(files, path)
-            view = memoryview(data)
             while view:
                 view = view[os.write(handle, view) :]
             files.sizes[path] += len(data)
+            self._is_full = False
         except OSError as error:
             self._close(path)
-            if not self.failed:
+            if not self._is_full:
                 logger.warning("event log: cannot write %s (%s); training goes on, events are lost", path, error)
-            self.failed += len(lines)
+            self._is_full = True
+        return bytes(view).count(b"\n")
 
     def _make_room(self, files: LineFiles, path: Path, size: int) -> None:
         written = files.sizes.get(path, 0)

@@ -25,7 +25,7 @@ from verl_mux.profiling.eventlog import events
 from verl_mux.rollout.engine.record import engines
 from verl_mux.rollout.instructions import Launch, RunningSample
 from verl_mux.rollout.worker.prompt_groups import PromptGroups
-from verl_mux.rollout.worker.request_log import part, request, scored, text
+from verl_mux.rollout.worker.request_log import in_time, part, request, scored, text
 from verl_mux.rollout.worker.server_client import ResponseClient
 from verl_mux.worker_settings import WorkerSettings, open_worker_log
 
@@ -139,9 +139,9 @@ class MuxAgentLoopWorker(PromptGroups, _VerlWorker):
             )
         who = {"batch_data_id": str(kwargs.get("index")), "session": session_id, "validate": bool(trajectory["validate"])}
         with request(self.log, f"{kwargs.get('uid')}_{session_id}", int(trajectory["step"]), **who):
-            return await self.run_sample(
-                str(kwargs.get("uid")), session_id, lambda: self._run_loop(params, trajectory, session_id=session_id, **kwargs)
-            )
+            loop = functools.partial(self._run_loop, params, trajectory, session_id=session_id, **kwargs)
+            limited = functools.partial(in_time, self._settings.sample_timeout_s, loop)
+            return await self.run_sample(str(kwargs.get("uid")), session_id, limited)
 
     async def _run_loop(self, sampling_params, trajectory, *, agent_name: str, trace: bool = True, **kwargs):
         """verl's `_run_agent_loop`, with an agent loop from `make_agent_loop`."""

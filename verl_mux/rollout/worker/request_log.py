@@ -22,6 +22,7 @@ from verl_mux.rollout.engine.serving import ANSWER, Stay
 
 # A wait shorter than this is how tasks take turns.
 PARKED_S = 1e-3
+_LOOK_S = 0.05  # at least, between two looks at whether a sample has had its time
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Request:
     stays: int = 0
     response_tokens: int = 0
     parked: float = 0.0
+    parked_since: float | None = None
     score: float | None = None
     idle_since: float = field(default_factory=time.perf_counter)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -94,16 +96,42 @@ def note(name: str, seconds: float = 0.0, **extra: Any) -> None:
 @contextlib.asynccontextmanager
 async def parked(response: Any) -> AsyncIterator[None]:
     """The current request, whose Response this is, may not generate in this block. It goes on in the step of its launch."""
-    started = time.perf_counter()
+    started, record = time.perf_counter(), current.get()
+    if record is not None:
+        record.parked_since = started
     yield
-    seconds, record = time.perf_counter() - started, current.get()
+    seconds = time.perf_counter() - started
     if record is None:
         return
+    record.parked_since = None
     record.step = response.step or record.step
     record.idle_since += seconds
     if seconds >= PARKED_S:
         record.parked += seconds
         record.event(events.REQUEST_PARKED, seconds, turn=record.turns, reason=response.held_by)
+
+
+class TooLong(Exception):
+    """A sample was not through in the time that it has."""
+
+
+async def in_time(limit: float | None, run: Callable[[], Awaitable[Any]]) -> Any:
+    """What `run`, the current request's agent loop, gives. Raises TooLong after `limit` seconds in which it could generate."""
+    record, started = current.get(), time.perf_counter()
+    if limit is None or record is None:
+        return await run()
+    before, task = record.parked, asyncio.ensure_future(run())
+    try:
+        while True:
+            until = record.parked_since or time.perf_counter()
+            if (left := limit + started + record.parked - before - until) <= 0:
+                break
+            if (await asyncio.wait([task], timeout=max(left, _LOOK_S)))[0]:
+                return task.result()
+    finally:
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    raise TooLong(f"no end after {limit:g} s (mux.rollout.sample_timeout_s), in turn {record.turns}")
 
 
 def text(share: float, most: int, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], response: Sequence[int]) -> None:

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_mux.rollout.engine.serving import StallWatch
+from verl_mux.rollout.engine.serving import Refused, StallWatch
+from verl_mux.rollout.engine.sglang import manager as manager_module
 from verl_mux.rollout.engine.sglang.manager import eos_token_ids, has_ended, install, priority
+from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Answer
 
 
 @pytest.fixture
@@ -50,6 +52,42 @@ def test_a_request_has_the_priority_of_its_block_and_its_answer_is_told(manager)
 def test_a_request_that_was_aborted_may_come_again_under_its_name(manager, finish, is_kept):
     ask(manager, finish)
     assert ("r" in manager.rid_to_state) is is_kept
+
+
+class Scheduler:
+    """Stands still for `stopped_s` right after an abort; then answers that requests run, until the aborted ones are reaped."""
+
+    def __init__(self, stopped_s, reaped_at):
+        self.stopped_s, self.reaped_at, self.answers = stopped_s, reaped_at, 0
+
+    async def release(self, request):
+        await asyncio.sleep(0 if self.answers else self.stopped_s)
+        self.answers += 1
+        busy = self.answers < self.reaped_at
+        return [
+            SimpleNamespace(**{REPORT: Answer("requests run in the engine; abort them first", busy=True) if busy else Answer()})
+        ]
+
+
+def move_to_sleep(scheduler):
+    made = SimpleNamespace(auto_create_handle_loop=lambda: None, release_memory_occupation_communicator=scheduler.release)
+    made.resume_memory_occupation_communicator = None
+    return asyncio.run(manager_module.move(made, "sleep", ["kv_cache"], 2, 0.0))
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    monkeypatch.setattr(manager_module, "_BUSY_S", 0.2)
+    monkeypatch.setattr(manager_module, "_BUSY_AGAIN_S", 0.01)
+
+
+def test_a_scheduler_that_stood_still_after_an_abort_reaps_and_sleeps_when_it_goes_on(patience):
+    assert move_to_sleep(Scheduler(stopped_s=0.5, reaped_at=4)) == 0
+
+
+def test_a_scheduler_that_stays_busy_is_given_up_in_a_bounded_time(patience):
+    with pytest.raises(Refused, match="requests run in the engine"):
+        move_to_sleep(Scheduler(stopped_s=0.0, reaped_at=10**9))
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,23 @@ def test_what_runs_is_aborted_before_the_engine_is_asked_to_sleep(make, engine):
     assert engine.asked[:2] == [("abort", "a"), ("sleep", ["kv_cache"], 2)]
 
 
+def test_requests_that_still_queue_leave_before_the_sleep_also_where_a_first_abort_came_too_early(make, monkeypatch):
+    """SGLang's release ends the scheduler by an assertion where any is queued."""
+    it, aborts = make(), []
+    it._running = {str(number) for number in range(20)}
+
+    def abort(rid):
+        aborts.append(rid)
+        if aborts.count(rid) > int(rid) % 2:  # an engine ignores an abort of what it has not received
+            it._running.discard(rid)
+
+    it.tokenizer_manager = SimpleNamespace(abort_request=abort)
+    asked, left = manager.move, []
+    monkeypatch.setattr(manager, "move", lambda *given: left.append(len(it._running)) or asked(*given))
+    sleep(it)
+    assert left == [0, 0] and len(aborts) == 30
+
+
 @pytest.mark.parametrize(
     ("given", "sleep_too"),
     [

@@ -14,7 +14,10 @@ NAMED = 3  # errors, the most frequent
 # Without an event for SILENT_S, and for SILENT_TIMES as long as the longest request that ended.
 SILENT_S, SILENT_TIMES = 60.0, 3.0
 FAILED_ADVICE = "look at what raised it: a tool server that is down, or a reward that cannot read the response, fails all"
-ENDLESS_ADVICE = "give tool calls and rewards a timeout; a step waits for its last sample, and holds its nodes until then"
+ENDLESS_ADVICE = (
+    "give tool calls and rewards a timeout, or every sample one by mux.rollout.sample_timeout_s; a step waits for its last"
+    " sample, and holds its nodes until then"
+)
 
 
 def find_failed(analysis: Analysis) -> list[Finding]:

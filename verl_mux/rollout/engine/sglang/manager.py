@@ -31,7 +31,8 @@ OF_ANSWER = {
 FIGURES = ("queue_sec", "prefill_sec", "decode_sec", *OF_ANSWER)
 _PROFILED_PASSES = 5
 _BUSY_AGAIN_S = 0.05
-# Aborted requests leave the engine within this time. An engine that is busy for longer runs another client's requests.
+# Aborted requests leave the engine within this time of its first answer, before which it may have stood still. An engine that is
+# busy for longer runs another client's requests.
 _BUSY_S = 30.0
 
 
@@ -134,7 +135,7 @@ async def move(manager: Any, verb: str, tags: list[str], level: int, wait_s: flo
     manager.auto_create_handle_loop()
     kind = ReleaseMemoryOccupationReqInput if verb == "sleep" else ResumeMemoryOccupationReqInput
     send = manager.release_memory_occupation_communicator if verb == "sleep" else manager.resume_memory_occupation_communicator
-    deadline = time.monotonic() + _BUSY_S
+    busy_since: float | None = None
     while True:
         request = kind(tags=list(tags))
         setattr(request, REPORT, Ask(level, wait_s))
@@ -144,6 +145,7 @@ async def move(manager: Any, verb: str, tags: list[str], level: int, wait_s: flo
             raise EngineFailed("; ".join(errors))
         if not errors:
             return max(answer.copied for answer in answers)
-        if not any(answer.busy for answer in answers) or time.monotonic() > deadline:
+        busy_since = time.monotonic() if busy_since is None else busy_since
+        if not any(answer.busy for answer in answers) or time.monotonic() > busy_since + _BUSY_S:
             raise Refused("; ".join(dict.fromkeys(errors)))
         await asyncio.sleep(_BUSY_AGAIN_S)
