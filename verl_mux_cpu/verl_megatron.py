@@ -1,13 +1,15 @@
 """verl's Megatron engines on the CPU. Imported after `verl.workers.engine.megatron`, where Megatron-Core is installed.
 
-Megatron-Core names CUDA where it makes tensors, and has its layers from Transformer Engine. Once a process has made such an
-engine, these names mean the CPU there; the engine's layers are Megatron-Core's own. Runs in training workers; touches torch's
-functions.
+Megatron-Core names CUDA where it makes tensors, and has its layers and experts from Transformer Engine. Once a process has made
+such an engine, these names mean the CPU there; the engine's layers and experts are Megatron-Core's own. Runs in training workers;
+touches torch's functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,9 @@ _NORMS = {
     "_OTHER_MAPPING": {"input_layernorm.weight": [f"{_LAYER}.input_layernorm.weight"]},
     "_MLP_MAPPING": {"pre_mlp_layernorm.weight": [f"{_LAYER}.post_attention_layernorm.weight"]},
 }
+
+# A matrix of an expert, in a module of its own here, and in mbridge's names a numbered part of one module.
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
 
 
 class CausalAttention(DotProductAttention):
@@ -47,7 +52,8 @@ class _OnCpu:
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         cuda_means_cpu()
-        engine_config.override_transformer_config["sequence_parallel"] = False  # which torch's norms do not know
+        # Torch's norms do not know the first, and the second needs a kernel.
+        engine_config.override_transformer_config.update(sequence_parallel=False, moe_grouped_gemm=False)
         super().__init__(model_config, engine_config, *args, **kwargs)
         # A checkpoint would move the states by CUDA's calls.
         self._is_offload_param = self._is_offload_optimizer = False
@@ -58,6 +64,7 @@ class _OnCpu:
             setattr(self.bridge, name, {**getattr(self.bridge, name), **ours})
         self.bridge.has_vp_stage = True
         self.bridge._get_transformer_layer_spec = functools.partial(_own_layers, self.bridge)
+        self.bridge._weight_name_mapping_mcore_local_to_global = functools.partial(_global_names, self.bridge)
 
 
 def _own_layers(bridge: Any, vp_stage: int | None = None) -> Any:
@@ -66,6 +73,13 @@ def _own_layers(bridge: Any, vp_stage: int | None = None) -> Any:
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return block
+
+
+def _global_names(bridge: Any, model: torch.nn.Module, consider_ep: bool = True) -> dict[str, str]:
+    """mbridge's names of this rank's parameters, by ours. consider_ep: an expert's number is the one among those of all ranks."""
+    names = type(bridge)._weight_name_mapping_mcore_local_to_global(bridge, model, consider_ep=False)
+    first = (bridge.config.num_moe_experts or 0) // bridge.mpu.ep_size * bridge.mpu.ep_rank if consider_ep else 0
+    return {ours: _EXPERT.sub(lambda it: f".mlp.experts.{it[2]}{first + int(it[1])}", name) for ours, name in names.items()}
 
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
@@ -78,11 +92,23 @@ class CpuMegatronCritic(_OnCpu, MegatronEngineWithValueHead):
     """verl's, of a critic."""
 
 
+class _NoStream:
+    """What is to be done has been done when a call returns."""
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
 @functools.cache
 def cuda_means_cpu() -> None:
     """In this process, for good: where Megatron-Core asks for the CUDA device it gets the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
+    the_only, torch.cuda.stream = _NoStream(), contextlib.nullcontext
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: the_only
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
     for name in _FACTORIES:

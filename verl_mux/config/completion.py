@@ -165,21 +165,21 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
 
 def _imply_cpu(config: DictConfig) -> None:
     config.trainer.device = "cpu"
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for role in (actor, config.actor_rollout_ref.ref, config.critic):
+    rollout = config.actor_rollout_ref.rollout
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        if "use_torch_compile" in role:
+            role.use_torch_compile = False
         if role.get("strategy") == MEGATRON:
             role.megatron.vanilla_mbridge = True  # Megatron-Bridge needs Transformer Engine, which needs CUDA
-    for role in (actor, config.actor_rollout_ref.ref):
-        role.use_torch_compile = False
-        if role.strategy == MEGATRON:
             continue
         role.strategy = "fsdp2"
-        role.fsdp_config.use_torch_compile = False
-        if not cpu_part("has_bf16_products")() and not role.fsdp_config.get("mixed_precision"):
-            role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    config.actor_rollout_ref.model.use_remove_padding = False
-    overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
-    config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
+        if engine := role.get("fsdp_config") or role.get("fsdp"):
+            engine.use_torch_compile = False
+            if not cpu_part("has_bf16_products")() and not engine.get("mixed_precision"):
+                engine.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    for model in filter(None, (config.actor_rollout_ref.model, config.critic.get("model"))):
+        model.use_remove_padding = False
+        model.override_config = {"attn_implementation": "sdpa", **(model.get("override_config") or {})}
     rollout.enforce_eager = True
     if record := engine_of(config):
         _imply_arguments(config, record.cpu_arguments)
