@@ -139,11 +139,15 @@ def test_of_verls_own_modes_the_keys_that_mux_reads_are_numbers_too():
 
 
 @pytest.mark.parametrize("package", ["verl", "sglang"])
-def test_a_version_of_verl_or_the_engine_that_is_not_supported_is_refused_unless_one_says_otherwise(monkeypatch, package):
+def test_another_version_of_verl_or_the_engine_is_untried_and_a_start_wants_a_word_for_it(monkeypatch, package):
     monkeypatch.setattr(job_checks, "version_of", lambda name: "99.1" if name == package else None)
-    assert refusal(verl_config({}), check_surroundings).startswith(f"{package} 99.1 is installed here; supported: ")
+    config = verl_config({})
+    (refused,) = job_checks.refused_versions(config)
+    assert str(refused).startswith(f"{package} 99.1 is untried, and installed here; tried: ")
+    found = {key: (value, why) for key, value, why in job_checks.untried(config, {})}
+    assert found[package][0] == "99.1" and job_checks.ANY_VERSION in found[package][1]
     monkeypatch.setenv(job_checks.ANY_VERSION, "1")
-    check_surroundings(verl_config({}))
+    assert not list(job_checks.refused_versions(config))
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -318,20 +318,24 @@ def is_supported(found: str, supported: str) -> bool:
     return SpecifierSet(supported).contains(found, prereleases=True)
 
 
-def refused_versions(config: DictConfig) -> Iterator[Refusal]:
-    """verl or an engine in a version that this code is not for: its hooks would not fit, and the job would fail minutes later, or
-    train wrongly."""
+def _other_versions(config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """(package, its version here, the versions that are supported) of verl and the engine, where no job has run with it."""
     engine = engine_of(config)
     for package, supported in (SUPPORTED | dict(engine.supported if engine else {})).items():
         found = version_of(package)
-        if found is not None and not is_supported(found, supported) and not os.environ.get(ANY_VERSION):
-            line = f"{package} {found} is installed here; supported: {supported}; install one of these, or set {ANY_VERSION}=1"
-            yield Refusal(line, package, found)
+        if found is not None and not is_supported(found, supported):
+            yield package, found, supported
+
+
+def refused_versions(config: DictConfig) -> Iterator[Refusal]:
+    """Our hooks may not fit, and the job would fail minutes later, or train wrongly."""
+    for package, found, supported in () if os.environ.get(ANY_VERSION) else _other_versions(config):
+        line = f"{package} {found} is untried, and installed here; tried: {supported}; install that, or set {ANY_VERSION}=1"
+        yield Refusal(line, package, found)
 
 
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
-    yield from refused_versions(config)
     yield from _refused_attention(config)
     yield from _refused_sequence_parallel(config)
     yield from _missing_megatron(config)
@@ -435,7 +439,9 @@ _REMAX = "verl 0.9.1's V1 trainers, its own and ours, generate no baseline for i
 
 
 def untried(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why) of what is accepted though no job of ours has done it."""
+    """(key, value, why) of what is accepted though no job of ours has done it. A version is, where a variable says so."""
+    for package, found, supported in _other_versions(config):
+        yield package, found, f"tried: {supported}; a start takes it with {ANY_VERSION}=1"
     for key, tried, why in _TRIED:
         if (value := OmegaConf.select(config, key)) is not None and value not in tried:
             yield key, value, _REMAX if value == "remax" else why
