@@ -507,9 +507,9 @@ def mbridge_exports_full_tensors_of_its_layers_by_names_that_we_add_to():
     steps_of(LLMBridge._weight_name_mapping_mcore_to_hf, "_weight_name_mapping_mlp(", "_weight_name_mapping_other(")
     steps_of(LLMBridge._model_provider, "self._get_transformer_layer_spec(vp_stage)", "self.has_vp_stage")
     assert isinstance(LLMBridge._OTHER_MAPPING, dict) and isinstance(LLMBridge._MLP_MAPPING, dict)
-    names = "_weight_name_mapping_mcore_local_to_global(model"
-    steps_of(LLMBridge.load_weights, f"{names})", "_weight_name_mapping_mcore_to_hf(")
-    steps_of(LLMBridge.export_weights, f"{names}, consider_ep=False)", '".mlp.experts.linear_fc" in name', 'name.split(".weight")')
+    steps_of(LLMBridge.load_weights, "_mcore_local_to_global(model)", "_weight_name_mapping_mcore_to_hf(")
+    asked = "_mcore_local_to_global(model, consider_ep=False)"
+    steps_of(LLMBridge.export_weights, asked, '".mlp.experts.linear_fc" in name', 'name.split(".weight")')
 
 
 PROTOCOLS = {
