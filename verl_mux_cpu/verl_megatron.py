@@ -7,7 +7,6 @@ touches torch's functions.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -92,14 +91,9 @@ class CpuMegatronCritic(_OnCpu, MegatronEngineWithValueHead):
     """verl's, of a critic."""
 
 
-class _NoStream:
-    """What is to be done has been done when a call returns."""
-
-    def record_event(self) -> _NoStream:
-        return self
-
-    def synchronize(self) -> None:
-        return None
+class _Stream(torch.cpu.Stream):
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
 
 
 @functools.cache
@@ -107,8 +101,7 @@ def cuda_means_cpu() -> None:
     """In this process, for good: where Megatron-Core asks for the CUDA device it gets the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
-    the_only, torch.cuda.stream = _NoStream(), contextlib.nullcontext
-    torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: the_only
+    torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = _Stream, torch.cpu.stream, _Stream
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
     for name in _FACTORIES:
