@@ -31,6 +31,7 @@ _JOB = [
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 ]
 _MEGATRON, _SIZE = ["model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.megatron"
+_VEOMNI = ["model_engine=veomni", "actor_rollout_ref.actor.strategy=veomni"]
 # verl says where an engine and a trainer differ, token by token; both compute in the same type on a CPU.
 _LEAST = 0.99
 _EXPERTS = ["actor_rollout_ref.model.path={assets}/experts"]
@@ -104,6 +105,7 @@ LAYOUTS = {
     "separate, Megatron EP 2": Layout(ranks=2, megatron="expert", keys=_EXPERTS),
     "separate, Megatron TP 2, resumed": Layout(ranks=2, megatron="tensor", resumed=True),
     "colocated, Megatron TP 2": Layout("mux_colocate", engine_gpus=2, ranks=2, megatron="tensor"),
+    "separate, VeOmni, two ranks": Layout(ranks=2, keys=_VEOMNI),
     "experts": Layout(keys=_EXPERTS),
     "PPO": Layout(keys=_critic("model")),
     "PPO, Megatron TP 2": Layout(

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import MEGATRON, engine_of, model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import MEGATRON, VEOMNI, engine_of, model_config, read_mux, refused, refused_surroundings, untried
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -138,8 +138,8 @@ def _imply_memory(config: DictConfig) -> None:
     if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
         buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        engines = (role.get(MEGATRON), role.get("fsdp_config"), role.get("fsdp"), (role.get("model") or {}).get("fsdp_config"))
-        for engine in filter(None, engines):
+        parts = [role.get(name) for name in (MEGATRON, VEOMNI, "fsdp_config", "fsdp")]
+        for engine in filter(None, (*parts, (role.get("model") or {}).get("fsdp_config"))):
             engine.update({key: True for key in ("param_offload", "optimizer_offload") if key in engine})
 
 
@@ -171,6 +171,9 @@ def _imply_cpu(config: DictConfig) -> None:
             role.use_torch_compile = False
         if role.get("strategy") == MEGATRON:
             role.megatron.vanilla_mbridge = True  # Megatron-Bridge needs Transformer Engine, which needs CUDA
+            continue
+        if role.get("strategy") == VEOMNI:
+            role.veomni.update(attn_implementation="sdpa", moe_implementation="eager")
             continue
         role.strategy = "fsdp2"
         if engine := role.get("fsdp_config") or role.get("fsdp"):

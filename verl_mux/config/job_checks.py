@@ -232,11 +232,11 @@ def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- device memory
 
-MEGATRON = "megatron"
-_STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
+MEGATRON, VEOMNI = "megatron", "veomni"
+_STRATEGIES = ("fsdp", "fsdp2", MEGATRON, VEOMNI)
 _UNSEEN = "no job has shown that its states leave the device"
-# Keys of Megatron's.
-_MEGATRON_UNSEEN = ("dynamic_context_parallel", "use_megatron_fsdp")
+# Of a training engine: keys with which they may not, and the packages that it needs.
+_UNSEEN_KEYS = {MEGATRON: ("dynamic_context_parallel", "use_megatron_fsdp"), VEOMNI: ("enable_fsdp_offload",)}
 _WINDOWS = ("sliding_attention", "chunked_attention")
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
@@ -248,6 +248,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         strategy = OmegaConf.select(config, f"{role}.strategy")
         if strategy not in (None, *_STRATEGIES):
             yield from _forbid(config, [f"{role}.strategy"], f"{unsupported}: {_UNSEEN}", ", ".join(_STRATEGIES))
+        keys = [f"{role}.{strategy}.{key}" for key in _UNSEEN_KEYS.get(strategy, ())]
+        yield from _forbid(config, keys, f"{unsupported}: {_UNSEEN}", "False")
         if strategy == MEGATRON:
             yield from _refused_megatron(config, role, unsupported)
     model = "actor_rollout_ref.model"
@@ -275,7 +277,6 @@ def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterat
         line = f"{role}.strategy={MEGATRON} lacks Megatron's keys and has FSDP's; set model_engine={MEGATRON}, which brings them"
         yield Refusal(line, f"{role}.strategy", MEGATRON)
         return
-    yield from _forbid(config, [f"{role}.{MEGATRON}.{key}" for key in _MEGATRON_UNSEEN], f"{unsupported}: {_UNSEEN}", "False")
     if keys.get("use_distributed_optimizer") is False:
         key, why = f"{role}.{MEGATRON}.use_distributed_optimizer", "verl moves the distributed optimizer's states alone"
         yield Refusal(f"{key}=False {unsupported}: {why}; allowed: True", key, False)
@@ -338,7 +339,7 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
     yield from _refused_attention(config)
     yield from _refused_sequence_parallel(config)
-    yield from _missing_megatron(config)
+    yield from _missing_packages(config)
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
@@ -362,16 +363,17 @@ def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
             yield Refusal(f"{role}.{key}={ranks}: {why}; allowed: 1, or flash-attn on a GPU", f"{role}.{key}", ranks)
 
 
-def _missing_megatron(config: DictConfig) -> Iterator[Refusal]:
-    """Megatron's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
+def _missing_packages(config: DictConfig) -> Iterator[Refusal]:
+    """A training engine's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
     key = "actor_rollout_ref.actor.strategy"
-    if OmegaConf.select(config, key) != MEGATRON or not (accelerator_present() or cpu_platform_wanted()):
+    if not (accelerator_present() or cpu_platform_wanted()):
         return
     vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
-    for package in ("megatron.core", "mbridge" if vanilla else "megatron.bridge"):
+    needed = {MEGATRON: ("megatron.core", "mbridge" if vanilla else "megatron.bridge"), VEOMNI: (VEOMNI,)}
+    for package in needed.get(strategy := OmegaConf.select(config, key), ()):
         if not is_installed(package):
-            line = f"{key}={MEGATRON}: the package {package} is not installed here; install it, or use fsdp2"
-            yield Refusal(line, key, MEGATRON)
+            line = f"{key}={strategy}: the package {package} is not installed here; install it, or use fsdp2"
+            yield Refusal(line, key, strategy)
 
 
 def _refused_attention(config: DictConfig) -> Iterator[Refusal]:

@@ -242,7 +242,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
     def _export(self) -> Moves:
         """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
         engine, began = self.actor.engine, time.perf_counter()
-        if are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
+        others = getattr(engine, "_qat_enabled", False) or self.config.actor.strategy == "veomni"  # names and shapes of its own
+        if are_row_shards(engine.module, quantized=others):
             return {}
         weights, _ = engine.get_per_tensor_param()
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
