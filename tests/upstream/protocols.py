@@ -487,6 +487,20 @@ def verls_megatron_engine_moves_what_a_distributed_optimizer_has_and_nothing_els
     steps_of(megatron_utils.offload_megatron_optimizer, 'v["exp_avg"]', 'v["exp_avg_sq"]')
 
 
+def verls_veomni_engine_moves_its_states_and_exports_whole_tensors():
+    """Its package is not in our lock, and the file imports it: so this is its text."""
+    import verl
+
+    text = (Path(verl.__file__).parent / "workers" / "engine" / "veomni" / "transformer_impl.py").read_text()
+    steps = (
+        "class VeOmniEngine(FSDPEngine)", "    def to(", "load_veomni_model_to_gpu(", "load_veomni_optimizer(",
+        "offload_veomni_model_to_cpu(", "offload_veomni_optimizer(", "def get_per_tensor_param(self", ".full_tensor()",
+        'backend=["veomni"], device=["cuda", "npu"]',
+    )  # fmt: skip
+    found = [text.find(step) for step in steps]
+    assert found[0] >= 0 and all(text.find(step, at) > at for at, step in zip(found, steps[1:], strict=False))
+
+
 def a_megatron_engine_zeroes_the_gradients_that_came_back_without_values():
     from verl.workers.engine.base import BaseEngine
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
