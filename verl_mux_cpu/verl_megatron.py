@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
@@ -51,8 +52,9 @@ class _OnCpu:
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         cuda_means_cpu()
-        # Torch's norms do not know the first, and the second needs a kernel.
-        engine_config.override_transformer_config.update(sequence_parallel=False, moe_grouped_gemm=False)
+        # Torch's norms do not know the first two, and the third needs a kernel.
+        ours = {"sequence_parallel": False, "persist_layer_norm": False, "moe_grouped_gemm": False}
+        engine_config.override_transformer_config.update(ours)
         super().__init__(model_config, engine_config, *args, **kwargs)
         # A checkpoint would move the states by CUDA's calls.
         self._is_offload_param = self._is_offload_optimizer = False
@@ -106,8 +108,15 @@ def cuda_means_cpu() -> None:
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    moe_utils.te_general_gemm = None  # an import that fails leaves it undefined
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved
     torch._dynamo.config.disable = True  # compiling for the CPU takes longer than a small job
     initialize_rng_tracker(inference_rng_tracker=True)  # it tracks nothing: there is no CUDA generator
+
+
+def _moved(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """A tensor that is on the CPU already; numbers of tokens in the form in which gloo takes them."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
