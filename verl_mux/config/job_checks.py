@@ -93,9 +93,7 @@ def _filters(config: DictConfig) -> bool:
 
 
 def _refused_filter(config: DictConfig) -> Iterator[Refusal]:
-    if not _filters(config):
-        return
-    if not (metric := OmegaConf.select(config, f"{_FILTER}.metric")):
+    if _filters(config) and not (metric := OmegaConf.select(config, f"{_FILTER}.metric")):
         line = f"{_FILTER}.metric is {metric!r}; needed: reward, or a key of what the reward function returns, such as acc"
         yield Refusal(line, f"{_FILTER}.metric", metric)
 
@@ -366,11 +364,10 @@ def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
 def _missing_packages(config: DictConfig) -> Iterator[Refusal]:
     """A training engine's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
     key = "actor_rollout_ref.actor.strategy"
-    if not (accelerator_present() or cpu_platform_wanted()):
-        return
+    strategy = OmegaConf.select(config, key) if accelerator_present() or cpu_platform_wanted() else None
     vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
     needed = {MEGATRON: ("megatron.core", "mbridge" if vanilla else "megatron.bridge"), VEOMNI: (VEOMNI,)}
-    for package in needed.get(strategy := OmegaConf.select(config, key), ()):
+    for package in needed.get(strategy, ()):
         if not is_installed(package):
             line = f"{key}={strategy}: the package {package} is not installed here; install it, or use fsdp2"
             yield Refusal(line, key, strategy)
