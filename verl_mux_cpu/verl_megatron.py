@@ -59,6 +59,11 @@ class _OnCpu:
         # A checkpoint would move the states by CUDA's calls.
         self._is_offload_param = self._is_offload_optimizer = False
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            optimizer._init_optimizer_states_with_dummy_values()  # without Apex it loads what it has alone
+        super().load_checkpoint(*args, **kwargs)
+
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
         for name, ours in _NORMS.items():

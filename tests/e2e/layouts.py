@@ -50,7 +50,7 @@ _CUTS = [
     "mux.rollout.oversample.rate=0.5", "mux.rollout.segments.segment_length=16", "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]  # fmt: skip
-_VERLS = "DAPO, verl's sync"
+_VERLS = "DAPO, sync"
 
 
 class Layout(NamedTuple):
