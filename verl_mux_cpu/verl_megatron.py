@@ -1,13 +1,14 @@
 """verl's Megatron engines on the CPU. Imported after `verl.workers.engine.megatron`, where Megatron-Core is installed.
 
-Megatron-Core names CUDA where it makes tensors, and has its layers from Transformer Engine. Once a process has made such an
-engine, these names mean the CPU there; the engine's layers are Megatron-Core's own. Runs in training workers; touches torch's
-functions.
+Megatron-Core names CUDA where it makes tensors, and has its layers and experts from Transformer Engine. Once a process has made
+such an engine, these names mean the CPU there; the engine's layers and experts are Megatron-Core's own. Runs in training workers;
+touches torch's functions.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
@@ -26,6 +28,9 @@ _NORMS = {
     "_OTHER_MAPPING": {"input_layernorm.weight": [f"{_LAYER}.input_layernorm.weight"]},
     "_MLP_MAPPING": {"pre_mlp_layernorm.weight": [f"{_LAYER}.post_attention_layernorm.weight"]},
 }
+
+# A matrix of an expert, in a module of its own here, and in mbridge's names a numbered part of one module.
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
 
 
 class CausalAttention(DotProductAttention):
@@ -47,10 +52,17 @@ class _OnCpu:
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         cuda_means_cpu()
-        engine_config.override_transformer_config["sequence_parallel"] = False  # which torch's norms do not know
+        # Torch's norms do not know the first two, and the third needs a kernel.
+        ours = {"sequence_parallel": False, "persist_layer_norm": False, "moe_grouped_gemm": False}
+        engine_config.override_transformer_config.update(ours)
         super().__init__(model_config, engine_config, *args, **kwargs)
         # A checkpoint would move the states by CUDA's calls.
         self._is_offload_param = self._is_offload_optimizer = False
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            optimizer._init_optimizer_states_with_dummy_values()  # without Apex it loads what it has alone
+        super().load_checkpoint(*args, **kwargs)
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
@@ -58,6 +70,7 @@ class _OnCpu:
             setattr(self.bridge, name, {**getattr(self.bridge, name), **ours})
         self.bridge.has_vp_stage = True
         self.bridge._get_transformer_layer_spec = functools.partial(_own_layers, self.bridge)
+        self.bridge._weight_name_mapping_mcore_local_to_global = functools.partial(_global_names, self.bridge)
 
 
 def _own_layers(bridge: Any, vp_stage: int | None = None) -> Any:
@@ -66,6 +79,13 @@ def _own_layers(bridge: Any, vp_stage: int | None = None) -> Any:
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return block
+
+
+def _global_names(bridge: Any, model: torch.nn.Module, consider_ep: bool = True) -> dict[str, str]:
+    """mbridge's names of this rank's parameters, by ours. consider_ep: an expert's number is the one among those of all ranks."""
+    names = type(bridge)._weight_name_mapping_mcore_local_to_global(bridge, model, consider_ep=False)
+    first = (bridge.config.num_moe_experts or 0) // bridge.mpu.ep_size * bridge.mpu.ep_rank if consider_ep else 0
+    return {ours: _EXPERT.sub(lambda it: f".mlp.experts.{it[2]}{first + int(it[1])}", name) for ours, name in names.items()}
 
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
@@ -78,17 +98,30 @@ class CpuMegatronCritic(_OnCpu, MegatronEngineWithValueHead):
     """verl's, of a critic."""
 
 
+class _Stream(torch.cpu.Stream):
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
 @functools.cache
 def cuda_means_cpu() -> None:
     """In this process, for good: where Megatron-Core asks for the CUDA device it gets the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.Stream, torch.cuda.stream, torch.cuda.current_stream = _Stream, torch.cpu.stream, _Stream
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    moe_utils.te_general_gemm = None  # an import that fails leaves it undefined
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved
     torch._dynamo.config.disable = True  # compiling for the CPU takes longer than a small job
     initialize_rng_tracker(inference_rng_tracker=True)  # it tracks nothing: there is no CUDA generator
+
+
+def _moved(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """A tensor that is on the CPU already; numbers of tokens in the form in which gloo takes them."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

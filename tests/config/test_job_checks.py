@@ -34,6 +34,10 @@ def megatron(**given):
     return {f"{REF}__actor__strategy": "megatron", f"{REF}__actor__megatron": given}
 
 
+def veomni(**given):
+    return {f"{REF}__actor__strategy": "veomni", f"{REF}__actor__veomni": given}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -82,9 +86,10 @@ def megatron(**given):
         (megatron(use_megatron_fsdp=True), ["use_megatron_fsdp=True", "no job has shown that its states leave the device"]),
         (megatron(use_distributed_optimizer=False), ["moves the distributed optimizer's states alone; allowed: True"]),
         (megatron() | {f"{REF}__actor__optim__optimizer": "muon"}, ["optim.optimizer=muon", "moves Adam's", "allowed: adam"]),
-        ({f"{REF}__actor__strategy": "veomni"}, ["no job has shown", "allowed: fsdp, fsdp2, megatron"]),
-        ({f"{REF}__ref__strategy": "torchtitan"}, ["actor_rollout_ref.ref.strategy=torchtitan"]),
-        ({"critic__strategy": "veomni", "algorithm__adv_estimator": "gae"}, ["critic.strategy=veomni"]),
+        (veomni(enable_fsdp_offload=True), ["actor.veomni.enable_fsdp_offload=True", "no job has shown", "allowed: False"]),
+        ({f"{REF}__actor__strategy": "torchtitan"}, ["no job has shown", "allowed: fsdp, fsdp2, megatron, veomni"]),
+        ({f"{REF}__ref__strategy": "fsdp_turbo"}, ["actor_rollout_ref.ref.strategy=fsdp_turbo"]),
+        ({"critic__strategy": "torchtitan", "algorithm__adv_estimator": "gae"}, ["critic.strategy=torchtitan"]),
     ],
 )
 def test_it_is_refused_by_name(changes, words):
@@ -102,7 +107,8 @@ def test_it_is_refused_by_name(changes, words):
         vllm(speculative_config={"method": "ngram"}, kv_cache_dtype="fp8"),
         {f"{MODEL}__mtp": {"enable": True, "enable_rollout": False}},
         {f"{REF}__actor__strategy": "fsdp"},
-        {"critic__strategy": "veomni", "algorithm__adv_estimator": "grpo"},
+        {"critic__strategy": "torchtitan", "algorithm__adv_estimator": "grpo"},
+        veomni(enable_fsdp_offload=False),
         megatron(use_distributed_optimizer=True, tensor_model_parallel_size=2) | {f"{REF}__actor__optim__optimizer": "adam"},
     ],
 )
@@ -139,11 +145,15 @@ def test_of_verls_own_modes_the_keys_that_mux_reads_are_numbers_too():
 
 
 @pytest.mark.parametrize("package", ["verl", "sglang"])
-def test_a_version_of_verl_or_the_engine_that_is_not_supported_is_refused_unless_one_says_otherwise(monkeypatch, package):
+def test_another_version_of_verl_or_the_engine_is_untried_and_a_start_wants_a_word_for_it(monkeypatch, package):
     monkeypatch.setattr(job_checks, "version_of", lambda name: "99.1" if name == package else None)
-    assert refusal(verl_config({}), check_surroundings).startswith(f"{package} 99.1 is installed here; supported: ")
+    config = verl_config({})
+    (refused,) = job_checks.refused_versions(config)
+    assert str(refused).startswith(f"{package} 99.1 is untried, and installed here; tried: ")
+    found = {key: (value, why) for key, value, why in job_checks.untried(config, {})}
+    assert found[package][0] == "99.1" and job_checks.ANY_VERSION in found[package][1]
     monkeypatch.setenv(job_checks.ANY_VERSION, "1")
-    check_surroundings(verl_config({}))
+    assert not list(job_checks.refused_versions(config))
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

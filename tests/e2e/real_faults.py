@@ -38,7 +38,7 @@ _TWO_ENGINES = [
     f"{_ROLLOUT}.n=8",
     "data.max_response_length=192",
 ]
-_TOOL = [
+TOOL = [
     "data.return_raw_chat=True",
     "data.max_response_length=128",
     f"{_ROLLOUT}.agent.default_agent_loop=tool_agent",
@@ -175,7 +175,7 @@ KINDS: dict[str, tuple[list[str], int, Callable[[Path, subprocess.Popen], None],
         stall,
         [Expected("silent_gap", [step], FAULTY, NODE, (STALL_S - 1.5, STALL_S + 1.5)) for step in STALL_STEPS],
     ),
-    "tool": (_TOOL, 14, _nothing, [Expected("tool_wait", slow_tool.STEPS)]),
+    "tool": (TOOL, 14, _nothing, [Expected("tool_wait", slow_tool.STEPS)]),
 }
 
 

@@ -25,7 +25,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 """
 
-# The same, as slow as a judge on another machine: its job leaves the cores to whoever starts up beside it.
+# The same, and a metric that differs in every second group of two, however long its responses are and whatever is learnt.
+EVEN_REWARD = REWARD.replace("return ", 'return {"even": sum(map(ord, solution_str)) % 2, "score": ') + "    }\n"
+
+# The first, as slow as a judge on another machine: its job leaves the cores to whoever starts up beside it.
 SLOW_REWARD = f"import time\n{REWARD}".replace("    return", "    time.sleep(0.5)\n    return")
 
 # The usual loss, in a training phase that lasts longer than a job goes on without its coordinator's answer; the cores are free.
@@ -55,7 +58,7 @@ def at_once(requests: int) -> str:
 
 
 def make_assets(directory: Path, hidden: int = 64) -> None:
-    """`directory`/model, /train.parquet, /reward.py, /slow_reward.py, /slow_loss.py.
+    """`directory`/model, /train.parquet, /reward.py, /even_reward.py, /slow_reward.py, /slow_loss.py.
 
     hidden: of the model; with 256 its four heads have a size that kernels and several ranks know. vLLM's attention on a CPU knows
     none below 32.
@@ -78,8 +81,31 @@ def make_assets(directory: Path, hidden: int = 64) -> None:
     rows = [_row(i, rng.randrange(90), rng.randrange(90)) for i in range(400)]
     pandas.DataFrame(rows).to_parquet(directory / "train.parquet")
     (directory / "reward.py").write_text(REWARD)
+    (directory / "even_reward.py").write_text(EVEN_REWARD)
     (directory / "slow_reward.py").write_text(SLOW_REWARD)
     (directory / "slow_loss.py").write_text(SLOW_LOSS)
+
+
+def make_other_models(directory: Path) -> None:
+    """`directory`/experts, two of four for each token, and /untied, a model of the first's sizes, beside `make_assets`' model."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer, dense = AutoTokenizer.from_pretrained(directory / "model"), AutoConfig.from_pretrained(directory / "model")
+    dense.tie_word_embeddings = False
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+    experts = Qwen3MoeConfig(
+        **{name: getattr(dense, name) for name in sizes}, head_dim=dense.hidden_size // dense.num_attention_heads, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=dense.hidden_size // 2, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for name, model in (("experts", Qwen3MoeForCausalLM(experts)), ("untied", Qwen2ForCausalLM(dense))):
+        for part, param in model.named_parameters():
+            # Which experts a token goes to is clear, in whatever precision it is computed.
+            param.data *= 50 if part.endswith("mlp.gate.weight") else 1
+        model.to(torch.float32).save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
 
 
 def assets_in(folder: Path) -> Path:

@@ -44,13 +44,15 @@ def test_something_bad_fails_by_name_and_the_json_says_the_same(checks, capsys):
 
 
 class TestChecks:
-    def test_versions(self):
+    def test_versions(self, monkeypatch):
         found = psutil.__version__
         missing, old = doctor._version("no-such-package", "1.2", ""), doctor._version("psutil", "0.1", "<0.2")
         assert missing.ok is False and "install no-such-package==1.2" in missing.advice
         assert doctor._version("psutil", found, "").ok is True
         assert doctor._version("psutil", "0.1", "") == Check("psutil", None, found, "tested with 0.1; run tests/upstream")
-        assert old.ok is False and old.found == f"{found} (supported: <0.2)" and "psutil<0.2" in old.advice
+        assert old.ok is False and old.found == f"{found} (supported: <0.2)" and "untried: install psutil<0.2" in old.advice
+        monkeypatch.setenv(doctor.ANY_VERSION, "1")
+        assert doctor._version("psutil", "0.1", "<0.2").ok is None
 
     def test_an_engine_that_is_not_in_this_environment_is_named_and_nothing_is_wrong(self, monkeypatch):
         monkeypatch.setattr(doctor, "_plugin", lambda: GOOD)

@@ -73,10 +73,11 @@ PROMPT = {"is_prompt": True, "global_steps": 1}
 
 
 class Rollout:
-    """Groups that are handed out, in their order, and end a few in each wait; `dull` says which have no signal."""
+    """Groups that are handed out, in their order, and end a few in each wait, long ones after the others; `dull` says which have
+    no signal."""
 
-    def __init__(self, dull, at_once: int) -> None:
-        self.dull, self.at_once, self.running, self.drawn, self.refills = dull, at_once, [], 0, []
+    def __init__(self, dull, at_once: int, long=lambda number: False) -> None:
+        self.dull, self.at_once, self.long, self.running, self.drawn, self.refills = dull, at_once, long, [], 0, []
         self.on_drawn = lambda names: None
 
     def draw(self, count: int) -> list[str]:
@@ -91,6 +92,7 @@ class Rollout:
         self.draw(count)
 
     def go_on(self) -> None:
+        self.running.sort(key=lambda name: self.long(int(name[1:])))
         ended, self.running = self.running[: self.at_once], self.running[self.at_once :]
         for name in ended:
             scores = torch.tensor([[0.0, 1.0], [0.0, 1.0 if self.dull(int(name[1:])) else 0.0]])
@@ -151,7 +153,9 @@ def test_as_many_are_drawn_filtered_and_given_up_as_in_verls_sync(queue, monkeyp
     chosen = random.Random(seed)
     share, at_once, batches = chosen.choice([0.2, 0.5, 0.8]), chosen.choice([1, 3, 9]), chosen.choice([1, 2])
     dull = {at for at in range(500) if chosen.random() < share}
-    made = [Rollout(dull.__contains__, at_once) for _ in range(2)]
+    odd = {at for at in range(500) if chosen.random() < 0.5}
+    long = (set(), dull, set(range(500)) - dull, odd)[seed % 4]
+    made = [Rollout(dull.__contains__, at_once, long.__contains__) for _ in range(2)]
     theirs, verls = sampled(of_sync(made[0], monkeypatch, batches), made[0])
     mine, metrics = sampled(ours(made[1], monkeypatch, batches), made[1])
     assert (metrics, made[1].refills) == (verls, made[0].refills)

@@ -49,7 +49,8 @@ class Cuda:
         class Engine(FSDPEngine):
             def __init__(self):
                 self.module = torch.nn.Linear(2, 2)
-                self.engine_config = SimpleNamespace(**{"forward_only": False, "offload_policy": False, **config})
+                policy = {"strategy": "fsdp2", "forward_only": False, "offload_policy": False}
+                self.engine_config = SimpleNamespace(**{**policy, **config})
                 self._is_offload_param = self._is_offload_optimizer = not any(config.values())
                 self.here = False
                 self.place(True)
@@ -276,7 +277,7 @@ def process(cuda, monkeypatch):
     """A training process: the worker of actor and reference, and the critic's, which have just started."""
     residents = Residents()
     monkeypatch.setattr(workers, "residents", residents)
-    monkeypatch.setattr(workers, "are_row_shards", lambda module, quantized: True)  # they are sent from the host copy
+    monkeypatch.setattr(workers, "are_row_shards", lambda module, quantized: not quantized)  # they are sent from the host copy
     actor, critic = object.__new__(MuxActorWorker), object.__new__(MuxTrainingWorker)
     actor._fence, actor._who, actor._exported = Fence(), "actor", None
     critic._fence = Fence()
@@ -290,6 +291,17 @@ def process(cuda, monkeypatch):
 def left(process):
     """Both workers sleep. Returns their bytes that are on the device by then."""
     return [sum(moved.mapped for moved in worker.mux_sleep().values()) for worker in (process.actor, process.critic)]
+
+
+def test_what_a_veomni_engine_sends_is_exported_on_the_device_in_its_ranks_part(cuda, process):
+    engine, actor = process.actor.actor.engine, process.actor
+    engine.engine_config.strategy, engine.get_per_tensor_param = "veomni", lambda: ([("w", torch.ones(64))], None)
+    actor._rank, actor._world_size, actor.config = 1, 2, SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
+    assert actor.mux_sleep()["exported"].nbytes == 64
+    (part,) = actor._exported
+    assert (part.name, part.dtype, part.offset, part.nbytes) == ("w", torch.bfloat16, 64, 64)
+    actor.mux_wake(1)
+    assert actor._exported is None
 
 
 @pytest.mark.parametrize("which", range(3))

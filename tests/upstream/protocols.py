@@ -487,6 +487,20 @@ def verls_megatron_engine_moves_what_a_distributed_optimizer_has_and_nothing_els
     steps_of(megatron_utils.offload_megatron_optimizer, 'v["exp_avg"]', 'v["exp_avg_sq"]')
 
 
+def verls_veomni_engine_moves_its_states_and_exports_whole_tensors():
+    """Its package is not in our lock, and the file imports it: so this is its text."""
+    import verl
+
+    text = (Path(verl.__file__).parent / "workers" / "engine" / "veomni" / "transformer_impl.py").read_text()
+    steps = (
+        "class VeOmniEngine(FSDPEngine)", "    def to(", "load_veomni_model_to_gpu(", "load_veomni_optimizer(",
+        "offload_veomni_model_to_cpu(", "offload_veomni_optimizer(", "def get_per_tensor_param(self", ".full_tensor()",
+        'backend=["veomni"], device=["cuda", "npu"]',
+    )  # fmt: skip
+    found = [text.find(step) for step in steps]
+    assert found[0] >= 0 and all(text.find(step, at) > at for at, step in zip(found, steps[1:], strict=False))
+
+
 def a_megatron_engine_zeroes_the_gradients_that_came_back_without_values():
     from verl.workers.engine.base import BaseEngine
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
@@ -507,6 +521,9 @@ def mbridge_exports_full_tensors_of_its_layers_by_names_that_we_add_to():
     steps_of(LLMBridge._weight_name_mapping_mcore_to_hf, "_weight_name_mapping_mlp(", "_weight_name_mapping_other(")
     steps_of(LLMBridge._model_provider, "self._get_transformer_layer_spec(vp_stage)", "self.has_vp_stage")
     assert isinstance(LLMBridge._OTHER_MAPPING, dict) and isinstance(LLMBridge._MLP_MAPPING, dict)
+    steps_of(LLMBridge.load_weights, "_mcore_local_to_global(model)", "_weight_name_mapping_mcore_to_hf(")
+    asked = "_mcore_local_to_global(model, consider_ep=False)"
+    steps_of(LLMBridge.export_weights, asked, '".mlp.experts.linear_fc" in name', 'name.split(".weight")')
 
 
 PROTOCOLS = {

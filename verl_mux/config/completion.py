@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import MEGATRON, engine_of, model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import MEGATRON, VEOMNI, engine_of, model_config, read_mux, refused, refused_surroundings, untried
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -139,8 +139,8 @@ def _imply_memory(config: DictConfig) -> None:
     if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
         buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
-        engines = (role.get(MEGATRON), role.get("fsdp_config"), role.get("fsdp"), (role.get("model") or {}).get("fsdp_config"))
-        for engine in filter(None, engines):
+        parts = [role.get(name) for name in (MEGATRON, VEOMNI, "fsdp_config", "fsdp")]
+        for engine in filter(None, (*parts, (role.get("model") or {}).get("fsdp_config"))):
             engine.update({key: True for key in ("param_offload", "optimizer_offload") if key in engine})
 
 
@@ -166,21 +166,24 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
 
 def _imply_cpu(config: DictConfig) -> None:
     config.trainer.device = "cpu"
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for role in (actor, config.actor_rollout_ref.ref, config.critic):
+    rollout = config.actor_rollout_ref.rollout
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        if "use_torch_compile" in role:
+            role.use_torch_compile = False
         if role.get("strategy") == MEGATRON:
             role.megatron.vanilla_mbridge = True  # Megatron-Bridge needs Transformer Engine, which needs CUDA
-    for role in (actor, config.actor_rollout_ref.ref):
-        role.use_torch_compile = False
-        if role.strategy == MEGATRON:
+            continue
+        if role.get("strategy") == VEOMNI:
+            role.veomni.update(attn_implementation="sdpa", moe_implementation="eager")
             continue
         role.strategy = "fsdp2"
-        role.fsdp_config.use_torch_compile = False
-        if not cpu_part("has_bf16_products")() and not role.fsdp_config.get("mixed_precision"):
-            role.fsdp_config.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
-    config.actor_rollout_ref.model.use_remove_padding = False
-    overrides = dict(config.actor_rollout_ref.model.get("override_config") or {})
-    config.actor_rollout_ref.model.override_config = {"attn_implementation": "sdpa", **overrides}
+        if engine := role.get("fsdp_config") or role.get("fsdp"):
+            engine.use_torch_compile = False
+            if not cpu_part("has_bf16_products")() and not engine.get("mixed_precision"):
+                engine.mixed_precision = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    for model in filter(None, (config.actor_rollout_ref.model, config.critic.get("model"))):
+        model.use_remove_padding = False
+        model.override_config = {"attn_implementation": "sdpa", **(model.get("override_config") or {})}
     rollout.enforce_eager = True
     if record := engine_of(config):
         _imply_arguments(config, record.cpu_arguments)

@@ -93,9 +93,7 @@ def _filters(config: DictConfig) -> bool:
 
 
 def _refused_filter(config: DictConfig) -> Iterator[Refusal]:
-    if not _filters(config):
-        return
-    if not (metric := OmegaConf.select(config, f"{_FILTER}.metric")):
+    if _filters(config) and not (metric := OmegaConf.select(config, f"{_FILTER}.metric")):
         line = f"{_FILTER}.metric is {metric!r}; needed: reward, or a key of what the reward function returns, such as acc"
         yield Refusal(line, f"{_FILTER}.metric", metric)
 
@@ -232,11 +230,11 @@ def _rollout_gpus(config: DictConfig, mode: str) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- device memory
 
-MEGATRON = "megatron"
-_STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
+MEGATRON, VEOMNI = "megatron", "veomni"
+_STRATEGIES = ("fsdp", "fsdp2", MEGATRON, VEOMNI)
 _UNSEEN = "no job has shown that its states leave the device"
-# Keys of Megatron's.
-_MEGATRON_UNSEEN = ("dynamic_context_parallel", "use_megatron_fsdp")
+# Of a training engine: keys with which they may not, and the packages that it needs.
+_UNSEEN_KEYS = {MEGATRON: ("dynamic_context_parallel", "use_megatron_fsdp"), VEOMNI: ("enable_fsdp_offload",)}
 _WINDOWS = ("sliding_attention", "chunked_attention")
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
@@ -248,6 +246,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         strategy = OmegaConf.select(config, f"{role}.strategy")
         if strategy not in (None, *_STRATEGIES):
             yield from _forbid(config, [f"{role}.strategy"], f"{unsupported}: {_UNSEEN}", ", ".join(_STRATEGIES))
+        keys = [f"{role}.{strategy}.{key}" for key in _UNSEEN_KEYS.get(strategy, ())]
+        yield from _forbid(config, keys, f"{unsupported}: {_UNSEEN}", "False")
         if strategy == MEGATRON:
             yield from _refused_megatron(config, role, unsupported)
     model = "actor_rollout_ref.model"
@@ -275,7 +275,6 @@ def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterat
         line = f"{role}.strategy={MEGATRON} lacks Megatron's keys and has FSDP's; set model_engine={MEGATRON}, which brings them"
         yield Refusal(line, f"{role}.strategy", MEGATRON)
         return
-    yield from _forbid(config, [f"{role}.{MEGATRON}.{key}" for key in _MEGATRON_UNSEEN], f"{unsupported}: {_UNSEEN}", "False")
     if keys.get("use_distributed_optimizer") is False:
         key, why = f"{role}.{MEGATRON}.use_distributed_optimizer", "verl moves the distributed optimizer's states alone"
         yield Refusal(f"{key}=False {unsupported}: {why}; allowed: True", key, False)
@@ -318,23 +317,27 @@ def is_supported(found: str, supported: str) -> bool:
     return SpecifierSet(supported).contains(found, prereleases=True)
 
 
-def refused_versions(config: DictConfig) -> Iterator[Refusal]:
-    """verl or an engine in a version that this code is not for: its hooks would not fit, and the job would fail minutes later, or
-    train wrongly."""
+def _other_versions(config: DictConfig) -> Iterator[tuple[str, str, str]]:
+    """(package, its version here, the versions that are supported) of verl and the engine, where no job has run with it."""
     engine = engine_of(config)
     for package, supported in (SUPPORTED | dict(engine.supported if engine else {})).items():
         found = version_of(package)
-        if found is not None and not is_supported(found, supported) and not os.environ.get(ANY_VERSION):
-            line = f"{package} {found} is installed here; supported: {supported}; install one of these, or set {ANY_VERSION}=1"
-            yield Refusal(line, package, found)
+        if found is not None and not is_supported(found, supported):
+            yield package, found, supported
+
+
+def refused_versions(config: DictConfig) -> Iterator[Refusal]:
+    """Our hooks may not fit, and the job would fail minutes later, or train wrongly."""
+    for package, found, supported in () if os.environ.get(ANY_VERSION) else _other_versions(config):
+        line = f"{package} {found} is untried, and installed here; tried: {supported}; install that, or set {ANY_VERSION}=1"
+        yield Refusal(line, package, found)
 
 
 def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[Refusal]:
     """What the environment's packages, and the model's `config.json`, if it is to be had, are refused for."""
-    yield from refused_versions(config)
     yield from _refused_attention(config)
     yield from _refused_sequence_parallel(config)
-    yield from _missing_megatron(config)
+    yield from _missing_packages(config)
     key = "actor_rollout_ref.model.path"
     path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
@@ -358,16 +361,16 @@ def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:
             yield Refusal(f"{role}.{key}={ranks}: {why}; allowed: 1, or flash-attn on a GPU", f"{role}.{key}", ranks)
 
 
-def _missing_megatron(config: DictConfig) -> Iterator[Refusal]:
-    """Megatron's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
+def _missing_packages(config: DictConfig) -> Iterator[Refusal]:
+    """A training engine's packages, where this machine is like the workers': a job on its CPU, or one with GPUs."""
     key = "actor_rollout_ref.actor.strategy"
-    if OmegaConf.select(config, key) != MEGATRON or not (accelerator_present() or cpu_platform_wanted()):
-        return
+    strategy = OmegaConf.select(config, key) if accelerator_present() or cpu_platform_wanted() else None
     vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
-    for package in ("megatron.core", "mbridge" if vanilla else "megatron.bridge"):
+    needed = {MEGATRON: ("megatron.core", "mbridge" if vanilla else "megatron.bridge"), VEOMNI: (VEOMNI,)}
+    for package in needed.get(strategy, ()):
         if not is_installed(package):
-            line = f"{key}={MEGATRON}: the package {package} is not installed here; install it, or use fsdp2"
-            yield Refusal(line, key, MEGATRON)
+            line = f"{key}={strategy}: the package {package} is not installed here; install it, or use fsdp2"
+            yield Refusal(line, key, strategy)
 
 
 def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
@@ -435,7 +438,9 @@ _REMAX = "verl 0.9.1's V1 trainers, its own and ours, generate no baseline for i
 
 
 def untried(config: DictConfig, model: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why) of what is accepted though no job of ours has done it."""
+    """(key, value, why) of what is accepted though no job of ours has done it. A version is, where a variable says so."""
+    for package, found, supported in _other_versions(config):
+        yield package, found, f"tried: {supported}; a start takes it with {ANY_VERSION}=1"
     for key, tried, why in _TRIED:
         if (value := OmegaConf.select(config, key)) is not None and value not in tried:
             yield key, value, _REMAX if value == "remax" else why

@@ -29,6 +29,7 @@ from verl_mux.config.job_checks import (
     refused_numbers,
     refused_rollout_keys,
     refused_surroundings,
+    refused_versions,
 )
 from verl_mux.config.schema import MuxConfig, raise_first
 from verl_mux.coordinator.bus import members
@@ -69,7 +70,7 @@ def check_job(config: DictConfig) -> None:
             raise UserError(f"actor_rollout_ref.rollout.name={name}: {name} is not installed in the environment {sys.prefix}")
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
-        raise_first(refused_surroundings(config, model_config(config)))
+        raise_first([*refused_versions(config), *refused_surroundings(config, model_config(config))])
         if _ray_cluster(config) is None:
             check_cpus(config, number(config, "ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1), "the job's own Ray")
         if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from verl_mux import upstream
 from verl_mux.composed_config import at
 from verl_mux.config.completion import judge
-from verl_mux.config.job_checks import is_supported, version_of
+from verl_mux.config.job_checks import ANY_VERSION, is_supported, version_of
 from verl_mux.errors import Failure, UserError
 from verl_mux.launcher.doctor_gpu import Check, gpu_checks, read_machine
 from verl_mux.launcher.plan_memory import certificate, configs_of
@@ -158,7 +158,8 @@ def _version(name: str, tested: str, supported: str) -> Check:
         return Check(name, False, "not installed", advice)
     version = f"{found} (supported: {supported})" if supported else found
     if not is_supported(found, supported):
-        return Check(name, False, version, f"verl_mux does not work with this version; install {name}{supported}")
+        advice = f"untried: install {name}{supported}, or set {ANY_VERSION}=1, with which a start takes it"
+        return Check(name, None if os.environ.get(ANY_VERSION) else False, version, advice)
     same = found.split("+")[0] == tested
     return Check(name, True if same else None, version, "" if same else f"tested with {tested}; run tests/upstream")
 

@@ -24,6 +24,7 @@ from verl.utils.model import convert_weight_keys
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from verl_mux.config.job_checks import VEOMNI
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
@@ -242,7 +243,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
     def _export(self) -> Moves:
         """While the device is ours: what cannot be sent from the host copy of the parameters goes to the host now."""
         engine, began = self.actor.engine, time.perf_counter()
-        if are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
+        differs = getattr(engine, "_qat_enabled", False) or engine.engine_config.strategy == VEOMNI  # from what engines load
+        if are_row_shards(engine.module, quantized=differs):
             return {}
         weights, _ = engine.get_per_tensor_param()
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
