@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.memory.arena import Arena
 from verl_mux.memory.model_files import read_ahead, weights_of
 from verl_mux.memory.room import residents
 from verl_mux.memory.tags import Moved, Moves
@@ -41,6 +42,8 @@ from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
 TRAIN_TAGS = ("params", "optimizer", "gradients")
+# Bytes by which memory for exported weights grows.
+_ADDED = 64 << 20
 
 
 class DeviceStates:
@@ -144,11 +147,6 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return _cpu_saver().host_copy(tensor) if get_device_name() == "cpu" else tensor.cpu()
 
 
-def _cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """In the type that engines hold, as the shards of a plain module are sent."""
-    return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
-
-
 def _read_ahead(model: str, resume: str | None) -> None:
     """Before a worker's first lease: read into its host's memory what it will load. resume: the checkpoint's folder."""
     rank = os.environ["RANK"]
@@ -213,6 +211,7 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
+        self._arena = Arena("exported weights", _ADDED)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
@@ -246,7 +245,11 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
             return {}
         weights, _ = engine.get_per_tensor_param()
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-        self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        kept = self._arena
+        copies = stripes(weights, self.rank, self.world_size, dtype, lambda name, part: kept.hold({name: part})[name])
+        self._exported = list(copies)
+        if get_device_name() != "cpu":
+            get_torch_device().synchronize()  # copies run beside the gathering of what comes next
         return {"exported": Moved(sum(part.nbytes for part in self._exported), 0, time.perf_counter() - began)}
 
     def _states(self) -> list[DeviceStates]:

@@ -22,18 +22,20 @@ LOADER = "verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"
 
 
 async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of verl's `adapter` and note their version. Raises SyncError."""
+    """Load all of `batches` into the engine of verl's `adapter` and note their version (None: none of it is loaded, see
+    region_weights.py). Raises SyncError."""
     await adapter._init_server_adapter()
     engine = adapter._engine
 
     async def hand(batch: Batch, places: list[Place]) -> None:
+        # verl asks three times, 60 s each: too little where the engine pins hundreds of GB.
+        engine._make_async_request = partial(type(engine)._make_async_request, engine, timeout=_WITHIN_S)
         await engine.update_weights_from_tensor(request(batch, places))
 
     await region_weights.load(batches, adapter.device_mesh["infer_tp"].get_group(), None if engine is None else hand)
-    if engine is not None:
+    if engine is not None and global_steps is not None:
         await engine.flush_cache()
-        if global_steps is not None:
-            await adapter.server_actor.set_global_steps.remote(global_steps)
+        await adapter.server_actor.set_global_steps.remote(global_steps)
 
 
 class _NoTensor:
@@ -57,4 +59,6 @@ def load_in_engine(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     ((body, _),) = named_tensors
-    model.load_weights(region_weights.tensors(body, get_tensor_model_parallel_rank()))
+    tensors = region_weights.tensors(body, get_tensor_model_parallel_rank(), model)
+    if first := list(itertools.islice(tensors, 1)):
+        model.load_weights(itertools.chain(first, tensors))
