@@ -2,6 +2,8 @@
 
     batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks the engine --> `tensors`
 
+A batch without tensors shows an engine the memory, which it then maps and pins, asleep too: the first time that takes long.
+
 `load` runs in rollout workers, called by each engine's own `load_weights`. `tensors` runs in each process of an engine that holds
 weights: its parameters copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so
 nothing of a worker's lies on the device.

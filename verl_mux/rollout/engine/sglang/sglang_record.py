@@ -15,10 +15,7 @@ SYMBOLS = (
     Symbol(f"{_SERVER}.async_sglang_server.SGLangHttpServer", "subclassed: tagged sleep and wake"),
     Symbol(f"{_SERVER}.async_sglang_server.SGLangReplica", "subclassed: our server class"),
     Symbol(f"{_SERVER}.sglang_rollout.ServerAdapter._init_server_adapter", "finds the server"),
-    Symbol(
-        f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "the engine loads weights from shared memory"
-    ),
-    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.update_weights_from_tensor", "where the weights of a sync lie"),
+    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "where the weights of a sync lie"),
     Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.flush_cache", "after a sync"),
     Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", "where the weights of a sync lie"),
     Symbol("sglang.srt.utils.MultiprocessingSerializer.serialize", "what SGLang reads in it"),

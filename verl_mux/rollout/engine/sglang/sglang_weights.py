@@ -6,6 +6,8 @@ adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which ca
 
 from __future__ import annotations
 
+import base64
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from verl_mux.sync.engine import Batch
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
+# verl's own limit of 60 s is too little for an engine that pins hundreds of GB.
+_WITHIN_S = 600.0
 LOADER = "verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"
 
 
@@ -28,9 +32,10 @@ async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps:
     engine = adapter._engine
 
     async def hand(batch: Batch, places: list[Place]) -> None:
-        # verl asks three times, 60 s each: too little where the engine pins hundreds of GB.
-        engine._make_async_request = partial(type(engine)._make_async_request, engine, timeout=_WITHIN_S)
-        await engine.update_weights_from_tensor(request(batch, places))
+        asked = request(batch, places)
+        bodies = [base64.b64encode(body).decode() for body in asked.serialized_named_tensors]
+        fields = {"serialized_named_tensors": bodies, "load_format": asked.load_format, "flush_cache": asked.flush_cache}
+        await engine._make_async_request("update_weights_from_tensor", fields, timeout=_WITHIN_S)
 
     await region_weights.load(batches, adapter.device_mesh["infer_tp"].get_group(), None if engine is None else hand)
     if engine is not None and global_steps is not None:

@@ -32,8 +32,8 @@ class Adapter:
 
 
 async def load(adapter: Adapter, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of `adapter` and note their version (None: none of it is loaded, see region_weights.py).
-    Raises SyncError."""
+    """Load all of `batches` into the engine of `adapter` and note their version (None: none of it is loaded, see
+    region_weights.py). Raises SyncError."""
     server = adapter.server()
 
     async def hand(batch: Batch, places: list[Place]) -> None:
