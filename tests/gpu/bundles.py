@@ -42,7 +42,8 @@ FILES_LEFT_OUT = {"sgl_kernel/flash_ops.abi3.so"}
 OWN = ("verl-mux", "verl-mux-cpu")
 # C has what stands in no row.
 BUNDLES = {
-    "A": "msgspec numpy psutil torch-memory-saver verl-mux verl-mux-cpu xxhash",
+    "A": "annotated-doc click markdown-it-py mdurl msgspec numpy psutil pygments rich shellingham torch-memory-saver typer "
+    "typing-extensions verl-mux verl-mux-cpu xxhash",
     "B": "apache-tvm-ffi flashinfer-python huggingface-hub safetensors sgl-deep-gemm sglang sglang-kernel tokenizers "
     "transformers xgrammar",
     "D": "ray",

@@ -36,9 +36,7 @@ class RolloutEngines:
         self.version = self._step = 0  # of the weights that the rollout uses; of the training
         self.are_awake = False
         self.vacant: set[int] = set()  # replicas that sleep without their weights while the others generate
-        self._brought: dict[str, Any] | None = (
-            None  # of the sync that brought the first weights to the hosts; then None
-        )
+        self._brought: dict[str, Any] | None = None  # of the sync that brought the first weights to the hosts; then None
         self._on_host: int | None = None  # version of the weights that sleeping engines keep in host memory
         self.sync_figures: dict[str, Any] = {}  # of the latest sync, for verl's metrics
 

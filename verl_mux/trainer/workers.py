@@ -38,12 +38,14 @@ from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.trainer.fsdp_states import local, offload_model, take_over
+from verl_mux.trainer.megatron_states import give_places
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
 TRAIN_TAGS = ("params", "optimizer", "gradients")
-# Bytes by which memory for exported weights grows.
+# Of all Megatron engines of this process; and bytes by which memory grows where tensors come one by one.
 _ADDED = 64 << 20
+_megatron = Arena("training states", _ADDED)
 
 
 class DeviceStates:
@@ -97,6 +99,9 @@ class DeviceStates:
     def _offload(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
         self._moved_by_calls(True)
+        if isinstance(self._engine.module, list):
+            give_places(self._engine.module, getattr(self._engine, "optimizer", None), _megatron)
+            get_torch_device().synchronize()
         self._engine.to("cpu", model=True, optimizer=True, grad=True)
         if self._engine.engine_config.forward_only and isinstance(self._engine.module, FSDPModule):
             offload_model(self._engine.module)  # verl leaves it where FSDP pinned it, each shard by itself
