@@ -43,7 +43,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes(nbytes: int) -> Shapes:
-    """Of so many layers as there is room for in bf16, or of one that is narrow enough; then the embeddings, if they fit too."""
+    """Of as many layers as there is room for in bf16, or of one that is narrow enough; the embeddings too, if they fit."""
     width = _HIDDEN
     while 2 * _numbers(_layer(width, 0)) > nbytes and width > 28:
         width //= 2

@@ -174,9 +174,9 @@ def compiler(programs: Mapping[str, str | None], built: int) -> Check:
 def kernels(built: int) -> Check:
     if built:
         return Check("kernels", True, f"{built} of flashinfer's are compiled on this host")
-    command = f"python -m {_WARM} --model-path MODEL --load-format dummy --attention-backend flashinfer ..."
+    command = f"python -m {_WARM} --model-path MODEL --load-format dummy --attention-backend flashinfer"
     what = "none of flashinfer's is compiled here: the first engine compiles for minutes before it asks for its nodes"
-    return Check("kernels", None, what, f"once, before the first job: `{command}` (docs/gpu.md)")
+    return Check("kernels", None, what, f"or once, while no job runs: `{command}`")
 
 
 def linker(listed: str | None, has_gpus: bool) -> Check:
