@@ -29,8 +29,10 @@ CPU = "--cpu" in sys.argv
 DEVICE, MIB, ROUNDS = "cpu" if CPU else "cuda", 1 << 20, 5
 
 import torch  # noqa: E402
-import torch.distributed.fsdp  # noqa: E402  (once, for all that are forked)
+import torch._dynamo  # noqa: E402  (these once, for all that are forked)
+import torch.distributed.fsdp  # noqa: E402
 
+from bench.sync.host import of_a_host, shapes  # noqa: E402
 from verl_mux.memory import arena  # noqa: E402
 from verl_mux.memory.tags import Metered, NoRoom  # noqa: E402
 
@@ -217,7 +219,6 @@ def states() -> dict[str, Any]:
     """An 8th of a 7B model with Adam leaves and comes back: seconds, the host's bytes, what stays, every bit (A3)."""
     from torch.distributed.fsdp import fully_shard
 
-    from bench.sync.host import shapes
     from verl_mux.platform.host_memory import process_bytes
 
     ours = fsdp_states()
@@ -341,15 +342,12 @@ def columns() -> dict[str, Any]:
 
 def sync() -> dict[str, Any]:
     """`verl-mux bench sync --host`, of as much as the host has memory for: cast, sockets, digests, copies (P1, P2)."""
-    from bench.sync.host import of_a_host
-
     found = of_a_host(sized(4 << 30, 2 * MIB))
     return found | {"right": found["bit_equal"]}
 
 
 def contents() -> dict[str, Any]:
     """What a wake costs beside mapping: marks in every parameter, or the copy of level 1, whose memory is pinned once (P6)."""
-    from bench.sync.host import shapes
     from verl_mux.memory.contents import Contents
 
     made = [torch.randn(*shape, device=DEVICE).bfloat16() for shape in shapes(sized(7_600_000_000, 100_000)).values()]
