@@ -18,11 +18,11 @@ import pytest
 from verl_mux.warm import fork_client
 
 ROOT = Path(__file__).parents[2]
-# A fork server with nothing imported, whose driver prints what its clients need, and ends when its standard input ends.
+# A fork server that imports next to nothing, whose driver prints what its clients need, and ends when its standard input ends.
 SERVER = """
 import sys
 from verl_mux.warm import fork_server
-fork_server.PRELOADED = ()
+fork_server.PRELOADED = ("numpy",)
 fork_server.plugin.ENGINES = {}
 fork_server.main()
 """
@@ -210,7 +210,7 @@ def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_
 def test_what_a_fork_would_not_carry_over_makes_the_driver_start_without_forks(tmp_path, statement, reason):
     (tmp_path / "obstacle.py").write_text(statement)
     (tmp_path / "driver_program.py").write_text("import os, sys; print(bool(os.environ['VERL_MUX_FORK_SERVER']), sys.argv[1:])")
-    server = SERVER.replace("PRELOADED = ()", "PRELOADED = ('obstacle',)")
+    server = SERVER.replace('("numpy",)', "('obstacle',)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PLATFORM": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", server, "driver_program", "x"], capture_output=True, text=True, env=environment, check=False
