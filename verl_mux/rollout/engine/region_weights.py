@@ -150,4 +150,4 @@ def tensors(body: str, rank: int, model: torch.nn.Module) -> Iterator[tuple[str,
         tensor, param = tensor_at(region.view, entry, offset), params.get(entry.name)
         # A part of each row: out of host memory one thread would collect it; out of the device's own a kernel does.
         by_columns = param is not None and param.dim() == len(entry.shape) == 2 and param.shape[1] < entry.shape[1]
-        yield entry.name, tensor.to(param.device, non_blocking=True) if by_columns and param is not None else tensor
+        yield entry.name, tensor.to(param.device) if by_columns and param is not None else tensor
