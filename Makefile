@@ -22,7 +22,7 @@ help:
 	@echo "make test   all tests but those marked gpu"
 	@echo "make test-vllm   the tests that need vLLM, and those of what both engines share, in vLLM's environment"
 	@echo "make test-gpu   the tests marked gpu: engines and jobs on one CUDA device, tensor parallelism on two"
-	@echo "make gpu-bundles   what a GPU machine without a package index needs for these, in files of 60 MB (tens of minutes)"
+	@echo "make gpu-bundles   what a GPU machine without a package index needs for these, in files of 60 MB (minutes)"
 	@echo "make test-hosts   two real jobs on three hosts, which are namespaces of this machine; needs root (half an hour)"
 	@echo "make lint   style, types, arrows between rooms, dead code, sizes and plain words"
 	@echo "make explore   for EXPLORE_SECONDS (600) the tests that draw random examples, with new ones"

@@ -75,6 +75,7 @@ _NAMES = {
     "verl.workers.engine.megatron.transformer_impl": {
         "MegatronEngine.is_param_offload_enabled": "is _is_offload_param, which we set",
         "MegatronEngine.is_optimizer_offload_enabled": "is _is_offload_optimizer, which we set",
+        "offload_megatron_model_to_cpu offload_megatron_optimizer": "leave what has a place in our arena where it is",
         "MegatronEngine._build_tf_config": "on the CPU the bridge that it makes gets other layers",
         "MegatronEngineWithLMHead MegatronEngineWithValueHead": "registered for device cpu",
     },

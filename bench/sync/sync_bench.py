@@ -86,13 +86,21 @@ def bench_sync(
         float | None,
         typer.Option(help="Instead: this many GiB over loopback, beside raw sockets.", show_default=False, min=0.001),
     ] = None,
+    host: Annotated[
+        float | None,
+        typer.Option(help="Instead: what a host does with this many GiB, beside memcpy.", show_default=False, min=0.001),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback."""
+    """Time the weight sync and `pull`, its yardstick, over shaped links; or over loopback; or what a host does in it."""
+    if sum(map(bool, (case, loopback, host))) > 1:
+        raise UserError("--case, --loopback and --host are measurements of their own; give one of them")
     if loopback is not None:
-        if case:
-            raise UserError("--case and --loopback are measurements of their own; give one of them")
         return show(over_loopback(round(loopback * 2**30)), json)
+    if host is not None:
+        from bench.sync.host import of_a_host  # torch
+
+        return show(of_a_host(round(host * 2**30)), json)
     if not 1 <= model_mib <= _MOST_MIB:
         raise UserError(f"--model-mib is {model_mib}; it must be at least 1 and at most {_MOST_MIB}")
     show(over_links(case, model_mib << 20), json, _in_words)

@@ -36,6 +36,10 @@ ANSWERED = [
     ),
     # Requests, turns, events a turn, rounds.
     ("log --requests 16 --turns 2 --rounds 2", lambda it: (it["events"], it["dropped"]) == (16 * 2 * 4 * 2, 0)),
+    (
+        "sync --host 0.01",
+        lambda it: it["bit_equal"] and it["end_to_end_gb_per_s"] > 0 < it["memcpy_gb_per_s"] and it["model_bytes"] < 2**30 // 100,
+    ),
     ("predictor lengths.jsonl", lambda it: "kendall_tau" in it["oracle"]),
 ]
 # What no bench can measure, and what starts real jobs or engines: refused before anything is started.
@@ -62,7 +66,9 @@ REFUSED = [
     ("sync --case 1_to_1x1_per_pair --loopback 1", "give one of them"),
     ("sync --model-mib 0", "--model-mib is 0; it must be at least 1"),
     ("sync --model-mib 99999999", "--model-mib is 99999999; it must be at least 1 and at most 1048576"),
+    ("sync --loopback 1 --host 1", "give one of them"),
     ("sync --loopback 0", "'--loopback'"),
+    ("sync --host 9999", "bytes of memory here"),
 ]
 
 

@@ -1,28 +1,28 @@
 """`python -m tests.gpu.bundles FOLDER`: what a GPU machine without a package index lacks beside torch (Python 3.12, x86-64).
 
-Writes FOLDER/A1.tar.xz and so on, of at most 60 MB each, to be carried one by one: A for probe.py, B the engine, C verl and what
-else these need, D Ray. Versions are those of requirements/lock.txt. A file has packages, or parts of one, each as a .tar.xz, one
-after the other; `UNPACK` unpacks any number of them. Our code comes with the checkout: of our packages only what names their
-entry points is there.
+Writes FOLDER/A.00 and so on, of at most 60 MB each, to be carried one by one: A for probe.py, B the engine, C verl and what else
+these need, D Ray. Versions are those of requirements/lock.txt. The files of a letter, one after the other, are one .tar.gz;
+`UNPACK` unpacks those of any letters. Our code comes with the checkout: of our packages only what names their entry points is
+there.
 """
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import io
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60 * 10**6
-UNPACK = "mkdir -p /tmp/site && cat {}/*.tar.xz | tar -xJi -C /tmp/site && export PYTHONPATH=$PWD:/tmp/site"
+UNPACK = "mkdir -p /tmp/site && cat {}/?.* | tar -xzi -C /tmp/site && export PYTHONPATH=$PWD:/tmp/site"
 # SGLang has wheels for no older C library.
 PLATFORM = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_35")
 # What torch brings.
@@ -42,7 +42,8 @@ FILES_LEFT_OUT = {"sgl_kernel/flash_ops.abi3.so"}
 OWN = ("verl-mux", "verl-mux-cpu")
 # C has what stands in no row.
 BUNDLES = {
-    "A": "msgspec numpy psutil torch-memory-saver verl-mux verl-mux-cpu xxhash",
+    "A": "annotated-doc click markdown-it-py mdurl msgspec numpy psutil pygments rich shellingham torch-memory-saver typer "
+    "typing-extensions verl-mux verl-mux-cpu xxhash",
     "B": "apache-tvm-ffi flashinfer-python huggingface-hub safetensors sgl-deep-gemm sglang sglang-kernel tokenizers "
     "transformers xgrammar",
     "D": "ray",
@@ -50,33 +51,27 @@ BUNDLES = {
 OF = {name: letter for letter, names in BUNDLES.items() for name in names.split()}
 
 
-def parts(files: Sequence[tuple[str, int]], pack: Callable[[list[str]], bytes], limit: int) -> list[bytes]:
-    """`files`, with their bytes, packed: all at once, or halved until each part is within `limit` bytes.
+class Cut(io.RawIOBase):
+    """What is written goes to files PATH.00, PATH.01 and so on, of at most `limit` bytes each."""
 
-    Raises:
-        ValueError: one file alone is larger.
-    """
-    packed = pack([path for path, _ in files])
-    if len(packed) <= limit:
-        return [packed]
-    if len(files) == 1:
-        raise ValueError(f"{files[0][0]} takes {len(packed)} bytes packed, at most {limit} are allowed: add it to FILES_LEFT_OUT")
-    half, at, gone = sum(size for _, size in files) / 2, 0, 0
-    while at < len(files) - 1 and gone < half:
-        gone += files[at][1]
-        at += 1
-    return [*parts(files[:at], pack, limit), *parts(files[at:], pack, limit)]
+    def __init__(self, path: Path, limit: int = LIMIT) -> None:
+        self._path, self._limit, self._left = path, limit, 0
+        self.files: list[Path] = []
 
+    def writable(self) -> bool:
+        return True
 
-def filled(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in boxes of at most `limit` bytes each: the largest first, each into the first box with room."""
-    boxes: list[list[str]] = []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        box = next((box for box in boxes if sum(sizes[it] for it in box) + sizes[name] <= limit), None)
-        if box is None:
-            boxes.append(box := [])
-        box.append(name)
-    return boxes
+    def write(self, data) -> int:
+        rest = memoryview(data)
+        while rest:
+            if not self._left:
+                self.files.append(self._path.with_suffix(f".{len(self.files):02}"))
+                self._left = self._limit
+            part, rest = rest[: self._left], rest[self._left :]
+            with self.files[-1].open("ab") as file:
+                file.write(part)
+            self._left -= len(part)
+        return len(data)
 
 
 def canonical(name: str) -> str:
@@ -109,21 +104,22 @@ def name_own(site: Path) -> None:
         (folder / "RECORD").write_text("".join(names))
 
 
-def packages(site: Path) -> dict[str, list[tuple[str, int]]]:
-    """By name, each package's files with their bytes."""
+def packages(site: Path) -> dict[str, list[str]]:
+    """By name, each package's files."""
     found = {}
     for package in importlib.metadata.distributions(path=[str(site)]):
         files = [str(file) for file in package.files or [] if str(file) not in FILES_LEFT_OUT]
-        found[canonical(package.name)] = [(it, (site / it).stat().st_size) for it in files if (site / it).is_file()]
+        found[canonical(package.name)] = [file for file in files if (site / file).is_file()]
     return found
 
 
-def packed(site: Path, files: Iterable[str]) -> bytes:
-    into = io.BytesIO()
-    with tarfile.open(fileobj=into, mode="w:xz") as tar:
+def pack(site: Path, files: Iterable[str], path: Path, limit: int = LIMIT) -> list[Path]:
+    """Into PATH.00 and so on. Compressed as little as can be: to do better takes tens of minutes and saves a fifth."""
+    cut: Any = Cut(path, limit)
+    with gzip.GzipFile(fileobj=cut, mode="wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
         for file in files:
             tar.add(site / file, arcname=file)
-    return into.getvalue()
+    return cut.files
 
 
 def main(folder: Path) -> None:
@@ -133,17 +129,10 @@ def main(folder: Path) -> None:
     install(site)
     name_own(site)
     found = packages(site)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        cut = threads.map(lambda name: parts(found[name], lambda files: packed(site, files), LIMIT), found)
-        by_name = dict(zip(found, cut, strict=True))
-    pieces = {(name, at): piece for name, its in by_name.items() for at, piece in enumerate(its, 1)}
     for letter in "ABCD":
-        sizes = {key: len(piece) for key, piece in pieces.items() if OF.get(key[0], "C") == letter}
-        for number, box in enumerate(filled(sizes, LIMIT), 1):
-            path = folder / f"{letter}{number}.tar.xz"
-            path.write_bytes(b"".join(pieces[key] for key in box))
-            names = " ".join(name if len(by_name[name]) == 1 else f"{name}:{at}/{len(by_name[name])}" for name, at in box)
-            print(f"{path.stat().st_size / 1e6:6.1f} MB  {path}  {names}")
+        names = sorted(name for name in found if OF.get(name, "C") == letter)
+        for path in pack(site, [file for name in names for file in found[name]], folder / letter):
+            print(f"{path.stat().st_size / 1e6:6.1f} MB  {path}")
     shutil.rmtree(site)
     print(f"in the checkout on the GPU machine, for those that it has: {UNPACK.format(folder)}")
 

@@ -209,6 +209,34 @@ def test_a_neighbour_that_starts_at_any_moment_of_a_start_changes_no_tag_and_end
         assert asleep(*started(Gpu(others))) == [SIZES, nothing], others
 
 
+class OfTheDevice(Metered):
+    """As it was: a tag has what the whole device lost in its regions, and what did not become free of that stayed."""
+
+    @contextlib.contextmanager
+    def _sized(self, tag):
+        before = self._free()
+        yield
+        self._sizes[tag] = self._sizes.get(tag, 0) + max(0, before - self._free())
+        self._report(tag, self._sizes[tag])
+
+    def pause(self, tag):
+        before = self._free()
+        self._inner.pause(tag)
+        self._report(tag, max(0, self._sizes[tag] - max(0, self._free() - before)))
+
+
+def died(order: list[float], meter) -> bool:
+    """Its server ended a job where more than a 20th of a tag stayed."""
+    awake, left = asleep(*started(Gpu(order), meter=meter))
+    return any(left[tag] > 0.05 * awake[tag] for tag in ("weights", "kv_cache"))
+
+
+def test_of_two_jobs_that_start_in_a_thousand_random_orders_none_dies():
+    asleep(*started(alone := Gpu()))
+    orders = random.Random(0).sample(list(interleavings(alone.moments)), 1000)
+    assert [sum(died(order, meter) for order in orders) for meter in (Metered, OfTheDevice)] == [0, 710]
+
+
 def test_a_device_whose_free_memory_others_move_at_every_moment_ends_no_job():
     rng = random.Random(0)
     for _ in range(1000):

@@ -15,10 +15,11 @@ from bench.sync.group import parts
 from tests.sync.cluster import Ends, model_of, stripe_of, take_all
 from verl_mux.platform.host_memory import Room
 from verl_mux.sync import layout, receiving, sending
-from verl_mux.sync.connection import Connection, Hello, Kind, Seal
+from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal
 from verl_mux.sync.ends import Follower, Meeting, two_stage
 from verl_mux.sync.layout import SyncError
 from verl_mux.sync.receiving import Role
+from verl_mux.sync.remote_reads import PLACED
 
 MODEL, NEXT = model_of(1), model_of(2)
 
@@ -84,6 +85,26 @@ def test_two_machines_of_one_name_are_told_apart():
 def test_every_worker_gets_every_byte_in_order(ends, senders, machines):
     got, _ = ends(senders, list(machines)).sync(3, MODEL)
     assert all(it == MODEL and list(it) == list(MODEL) for it in got)
+
+
+@pytest.mark.parametrize("others", [[], ["trainers", "a"]])
+def test_what_goes_to_a_ranks_own_host_is_put_there_each_time_into_the_same_memory(ends, others, monkeypatch):
+    its, seen = ends(2, ["trainers", *others]), set()
+    if not others:  # not a byte goes through a socket
+        monkeypatch.setattr(sending.Shard, "payload", None)
+    for version, model in ((1, MODEL), (2, model_of(1))):
+        got, figures = its.sync(version, model)
+        assert all(it == model for it in got)
+        assert sum(it["local_bytes"] for it in figures) > sum(map(len, MODEL.values()))
+        seen |= {id(end._held._region) for end in its.senders}
+    assert len(seen) == 2
+
+
+def test_no_other_host_may_say_that_it_put_a_piece_there(ends, monkeypatch):
+    its = ends(1, ["a"])
+    monkeypatch.setattr(sending.Sending, "_piece", lambda self, it, number, _: it.write(Header(Kind.PIECE, PLACED, 0, number)))
+    got, _ = its.sync(1, MODEL)
+    assert "of trainer rank 0 has 0 bytes, which is not its size" in texts(got)[0]
 
 
 def test_one_rank_alone_may_be_pulled_from(ends):

@@ -307,6 +307,17 @@ def test_weights_that_may_not_stay_on_the_host_come_by_a_sync_to_those_that_are_
     assert job.fenced() == ([("pause", [0], 2)], [("reopen", [0]), held[0], ("sync", 4, 1), held[1]])
 
 
+def test_the_first_weights_come_to_the_hosts_without_a_lease_and_engines_load_them_from_there_once():
+    job = Job()
+    job.trainer.engines.bring_to_hosts(4)
+    assert job.asked == [("sync", 4, 0, 1)] and job.trainer.phases.lease is None
+    job.trainer._begin_rollout(4)
+    assert job.asked[1:] == [WAKE[0], ("load_synced", None), WAKE[1]]
+    job.trainer._end_rollout()
+    job.trainer._begin_rollout(5)
+    assert job.asked[-2:] == [("sync", 5), WAKE[1]]
+
+
 def test_a_rollout_that_gave_nodes_back_comes_back_on_the_others():
     job = Job()
     job.trainer._begin_rollout(4)

@@ -19,6 +19,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from tests.trainer.fencing import Fencing, bare_trainer
 from verl_mux.coordinator.bus.fence import Fence, Fenced
 from verl_mux.errors import Failure
+from verl_mux.memory.arena import Arena
 from verl_mux.memory.room import Residents
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import fsdp_states, workers
@@ -258,10 +259,22 @@ def test_a_job_that_was_suspended_is_what_it_was_and_its_next_step_is_that_of_on
             assert stays[role].random.equal(leaves[role].random)
 
 
-def test_what_is_exported_on_the_device_is_in_the_type_of_the_engines():
-    weights = [("w", torch.ones(2, dtype=torch.float32)), ("n", torch.ones(2, dtype=torch.int64))]
-    cast = dict(workers._cast(weights, torch.bfloat16))
-    assert cast["w"].dtype == torch.bfloat16 and cast["n"].dtype == torch.int64
+def test_each_export_lies_in_the_same_memory_in_the_type_of_the_engines(monkeypatch):
+    full = {"w": torch.randn(5, 4), "n": torch.arange(3)}
+    worker = object.__new__(MuxActorWorker)
+    worker._rank, worker._world_size, worker._arena = 1, 2, Arena("exported weights", 1 << 16)
+    worker.config = SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1), get_per_tensor_param=lambda: (iter(full.items()), None))
+    worker.actor = SimpleNamespace(engine=engine)
+    monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
+    places = set()
+    for _ in range(2):
+        worker._export()
+        half, whole = worker._exported
+        assert torch.equal(half.data, full["w"].bfloat16().view(-1)[8:]) and torch.equal(whole.data, full["n"][2:])
+        places.add((half.data.data_ptr(), whole.data.data_ptr()))
+        full["w"].add_(1)
+    assert len(places) == 1 and len({it // (1 << 16) for it in places.pop()}) <= 2
 
 
 # ---------------------------------------------------------------- what a process calls of a CUDA device and of verl's engines

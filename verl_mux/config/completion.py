@@ -30,9 +30,6 @@ from verl_mux.worker_settings import KEY, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-# verl's default, which the user did not choose. An engine loads one bucket while the next is on its way.
-_DEFAULT_BUCKET_MB, _OUR_BUCKET_MB = 2048, 256
-
 
 def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
     """Everything below, in order, of a config that job_checks.py accepts."""
@@ -135,9 +132,6 @@ def _imply_mode(config: DictConfig) -> None:
 def _imply_memory(config: DictConfig) -> None:
     """A job without a lease holds nothing on the device, so nothing may be kept there between phases."""
     config.actor_rollout_ref.rollout.free_cache_engine = True
-    buckets = config.actor_rollout_ref.rollout.checkpoint_engine
-    if buckets.get("update_weights_bucket_megabytes") == _DEFAULT_BUCKET_MB:
-        buckets.update_weights_bucket_megabytes = _OUR_BUCKET_MB
     for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         parts = [role.get(name) for name in (MEGATRON, VEOMNI, "fsdp_config", "fsdp")]
         for engine in filter(None, (*parts, (role.get("model") or {}).get("fsdp_config"))):

@@ -155,14 +155,10 @@ def attention(flash: bool, hub: bool, asked: Collection[str]) -> Check:
     if flash or FLASH_ATTENTION not in asked:
         return Check("attention", True, "flash-attn 2 is installed" if flash else f"the jobs ask for {', '.join(asked)}")
     key = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
-    install, default = "install flash-attn (`pip install flash-attn --no-build-isolation`)", "verl's default attention"
+    what, install = "flash-attn 2, verl's default attention, is not", "install it (`pip install flash-attn --no-build-isolation`)"
     if hub:
-        return Check(
-            "attention", None, f"flash-attn 2, {default}, is not installed; transformers fetches one from the hub", install
-        )
-    return Check(
-        "attention", False, f"flash-attn 2, {default}, is not here and on no hub that answers", f"{install}, or add {key}"
-    )
+        return Check("attention", None, f"{what} installed; transformers fetches one from the hub", install)
+    return Check("attention", False, f"{what} here and on no hub that answers", f"{install}, or add {key}")
 
 
 def compiler(programs: Mapping[str, str | None], built: int) -> Check:
@@ -178,28 +174,23 @@ def compiler(programs: Mapping[str, str | None], built: int) -> Check:
 def kernels(built: int) -> Check:
     if built:
         return Check("kernels", True, f"{built} of flashinfer's are compiled on this host")
-    command = f"python -m {_WARM} --model-path MODEL --load-format dummy --attention-backend flashinfer ..."
-    what = "none of flashinfer's is compiled here: the first engine compiles for minutes, and holds its nodes meanwhile"
-    return Check("kernels", None, what, f"once, before the first job: `{command}` (docs/gpu.md)")
+    command = f"python -m {_WARM} --model-path MODEL --load-format dummy --attention-backend flashinfer"
+    what = "none of flashinfer's is compiled here: the first engine compiles for minutes before it asks for its nodes"
+    return Check("kernels", None, what, f"or once, while no job runs: `{command}`")
 
 
 def linker(listed: str | None, has_gpus: bool) -> Check:
     name = "libcudart"
     if listed is None:
-        return Check(
-            name, False, "torch_memory_saver for torch's CUDA is not installed", "pip install torch_memory_saver==0.0.10"
-        )
+        what, advice = "torch_memory_saver for torch's CUDA is not installed", "pip install torch_memory_saver==0.0.10"
+        return Check(name, False, what, advice)
     lost = re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE)
     if runtime := [library for library in lost if library.startswith("libcudart")]:
         what = f"the linker does not find {runtime[0]} for torch_memory_saver: each engine would end with exit code 127"
         return Check(name, False, what, "install nvidia-cuda-runtime of torch's version, or set LD_LIBRARY_PATH to its folder")
     if lost and has_gpus:
-        return Check(
-            name,
-            False,
-            f"the linker does not find {', '.join(lost)}",
-            "install the driver's libraries; in a container: --gpus all",
-        )
+        what = f"the linker does not find {', '.join(lost)}"
+        return Check(name, False, what, "install the driver's libraries; in a container: --gpus all")
     found = re.search(r"(libcudart\S+) => (\S+)", listed)
     return Check(name, True, f"{found[1]} is {found[2]}" if found else "nothing is missing")
 
@@ -217,9 +208,8 @@ def ray_ports(commands: Sequence[str]) -> Check:
     shared = [max(a[0], b[0]) for a, b in itertools.combinations(blocks, 2) if 0 < max(a[0], b[0]) <= min(a[1], b[1])]
     if shared:
         listed = ", ".join(f"{low}-{high}" for low, high in blocks if high)
-        return Check(
-            "Ray", False, f"Ray nodes of this host hand out the same worker ports ({listed}); workers die at random", PORTS
-        )
+        what = f"Ray nodes of this host hand out the same worker ports ({listed}); workers die at random"
+        return Check("Ray", False, what, PORTS)
     for what, ports in {"agents": numbers("listen-port", "raylet"), "client servers": numbers("port", "client.server")}.items():
         if twice := [port for port, count in Counter(ports).items() if port and count > 1]:
             return Check("Ray", False, f"two {what} of Ray on this host want port {twice[0]}", PORTS)
@@ -250,16 +240,12 @@ def host_memory(size: int, needs: Mapping[str, int]) -> Check:
     here = f"this machine has {size / GB:.0f} GB"
     if not needs:
         return Check("host memory", True, f"{here}; --job FILE compares it with what a job's states take there")
-    listed = ", ".join(f"{node} {need / GB:.0f} GB" for node, need in needs.items())
-    most = max(needs.values())
-    if most > size:
-        return Check(
-            "host memory", False, f"{listed}; {here}", "fewer jobs on a node, more training GPUs, or hosts with more memory"
-        )
-    ok = sum(needs.values()) <= size
-    return Check(
-        "host memory", ok or None, f"{listed}; {here}", "" if ok else "enough for each node, not for all of them on this host"
-    )
+    what = f"{', '.join(f'{node} {need / GB:.0f} GB' for node, need in needs.items())}; {here}"
+    if max(needs.values()) > size:
+        return Check("host memory", False, what, "fewer jobs on a node, more training GPUs, or hosts with more memory")
+    if sum(needs.values()) > size:
+        return Check("host memory", None, what, "enough for each node, not for all of them on this host")
+    return Check("host memory", True, what)
 
 
 # ---------------------------------------------------------------- reading
@@ -295,12 +281,9 @@ def _said(command: list[str]) -> str:
 
 def _nvcc() -> str | None:
     """Where flashinfer looks for it."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return (
-        shutil.which("nvcc", path=f"{home}/bin")
-        if home
-        else shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    )
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def _built() -> int:

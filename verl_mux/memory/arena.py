@@ -35,11 +35,16 @@ def pin(address: int, nbytes: int, what: str) -> None:
 
 class Arena:
     """Of one process. Each tensor has a name and, under it, the same place in every sleep; memory is added for new names, and for
-    tensors that have grown. It goes back to the host with the process."""
+    tensors that have grown. It goes back to the host with the process.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    at_once: bytes that are added at least, where tensors come one by one: to pin each by itself takes longer than to copy it.
+    """
+
+    def __init__(self, what: str, at_once: int = 0) -> None:
+        self._what, self._at_once = what, at_once
         self._places: dict[Hashable, torch.Tensor] = {}
+        self._memory: mmap.mmap | None = None
+        self._used = self._size = 0
 
     @torch.no_grad()
     def hold(self, tensors: Mapping[K, torch.Tensor]) -> dict[K, torch.Tensor]:
@@ -59,10 +64,16 @@ class Arena:
         if not new:
             return
         *starts, total = layout(new.values())
-        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy every pinned page
-        if torch.cuda.is_available():
-            pin(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), total, self._what)
+        if self._used + total > self._size:
+            self._memory, self._used, self._size = self._made(max(total, self._at_once)), 0, max(total, self._at_once)
         # Each has a storage of its own, so that what saves a tensor with its storage saves no other one.
         for (name, size), start in zip(new.items(), starts, strict=True):
-            self._places[name] = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+            self._places[name] = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=self._used + start)
+        self._used += total
+
+    def _made(self, nbytes: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy every pinned page
+        if torch.cuda.is_available():
+            pin(torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), nbytes, self._what)
+        return memory

@@ -111,14 +111,15 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Connection:
-    """`whom`: name of the other end, for messages. `introduced`: hello and nonce are exchanged. `sent`, `received`: bytes, with
-    headers; `waited_s`: seconds in calls that send."""
+    """`whom`: name of the other end, for messages. `introduced`: hello and nonce are exchanged. `is_local`: within this
+    host. `sent`, `received`: bytes, with headers; `waited_s`: seconds in calls that send."""
 
     def __init__(self, sock: socket.socket, seal: Seal, whom: str, timeout_s: float) -> None:
         self._socket, self._seal, self.whom, self._timeout_s = sock, seal, whom, timeout_s
         self._writing = threading.Lock()
         self._over = False
         self.introduced = False
+        self.is_local = sock.family == socket.AF_UNIX
         self._written = self._read = 0
         self._ours, self._theirs = b"<", b">"  # direction, so that no frame can be sent back to its sender
         self.sent = self.received = 0
@@ -127,7 +128,7 @@ class Connection:
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        if sock.family != socket.AF_UNIX:
+        if not self.is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     # ------------------------------------------------------------ opening

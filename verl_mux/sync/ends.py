@@ -75,10 +75,15 @@ def two_stage(trainers: Sequence[Meeting], workers: Sequence[Meeting]) -> tuple[
             receiving.append(Follower(labels[number], workers[first].local, labels[first]))
     firsts = [numbers[0] for numbers in by_host.values()]
     sending: list[EndPart] = [
-        Sender(me, [Target(workers[it].address, labels[it], link_between(trainer, workers[it])) for it in firsts])
+        Sender(me, [target(trainer, workers[it], labels[it]) for it in firsts])
         for me, trainer in zip(ranks, trainers, strict=True)
     ]
     return sending, receiving
+
+
+def target(trainer: Meeting, worker: Meeting, label: str) -> Target:
+    link = link_between(trainer, worker)
+    return Target(worker.local if link == "local" else worker.address, label, link)
 
 
 def host_names(meetings: Sequence[Meeting]) -> dict[str, str]:
@@ -142,7 +147,7 @@ class End:
         self._end_last()
         part, seal = self._part, self._seal
         assert isinstance(part, Sender) and seal is not None
-        self._now = Sending(shard, part.targets, part.me, version, seal, self._settings, self._reads)
+        self._now = Sending(shard, part.targets, part.me, version, self._held, seal, self._settings, self._reads)
         return self._now
 
     def receiving(self, version: int) -> Reception:
@@ -162,6 +167,7 @@ class End:
     def _end_last(self) -> None:
         if isinstance(self._now, Sending):
             self._now.stop()
+            self._now.join()
         elif self._now is not None:
             with contextlib.suppress(SyncError):
                 self._now.close()

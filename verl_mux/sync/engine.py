@@ -34,8 +34,8 @@ from verl.utils.ray_utils import auto_await
 from verl_mux.errors import UserError
 from verl_mux.sync.connection import new_key
 from verl_mux.sync.ends import LINKS, End, EndPart, Meeting, Reception, this_machine, two_stage
-from verl_mux.sync.export import Range, shard_of, stripes
-from verl_mux.sync.layout import Entry, Layout, Lost, Region, SyncError
+from verl_mux.sync.export import Range, shard_of, stripes, tensor_at
+from verl_mux.sync.layout import Layout, Lost, Region, SyncError
 from verl_mux.sync.sending import Settings
 
 T = TypeVar("T")
@@ -185,15 +185,6 @@ async def _batches(reception: Reception, nbytes: int) -> AsyncGenerator[Batch, N
         while left and left[0][1] <= ready:
             yield Batch(layout, region, *left.popleft())
         taken = ready
-
-
-def tensor_at(view: memoryview, entry: Entry, offset: int) -> torch.Tensor:
-    """A tensor where it lies in a region."""
-    dtype = getattr(torch, entry.dtype)
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    count = entry.nbytes // dtype.itemsize
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).reshape(entry.shape)
 
 
 def _columns(of: list, ranks: int, key: bytes) -> dict[str, list]:

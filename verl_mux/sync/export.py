@@ -43,6 +43,14 @@ class Range(NamedTuple):
         first = start // size
         return _cast(flat[first : -(-end // size)], self.dtype)[start - first * size : end - first * size]
 
+    def into(self, start: int, view: memoryview) -> bool:
+        """Fill `view` with those bytes from `start` on, cast on the way. False: the view cuts a number in two."""
+        if start % self.dtype.itemsize or len(view) % self.dtype.itemsize:
+            return False
+        made = torch.frombuffer(view, dtype=self.dtype)
+        made.copy_(self.data.reshape(-1)[start // self.dtype.itemsize :][: made.numel()])
+        return True
+
 
 # Memory that pieces were cast into and that is free again: to get new pages for each piece takes as long as to cast it.
 _free: deque[torch.Tensor] = deque()
@@ -71,12 +79,21 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
+def tensor_at(view: memoryview, entry: Entry, offset: int) -> torch.Tensor:
+    """A tensor where it lies in a region."""
+    dtype = getattr(torch, entry.dtype)
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).reshape(entry.shape)
+
+
 def shard_of(rank: int, ranges: Iterable[Range], piece_bytes: int) -> Shard:
     """What this rank sends, in the order in which engines get the tensors."""
     listed = list(ranges)
     index = {item.name: at for at, item in enumerate(listed)}
     entries = [_entry(item, index) for item in listed]
-    parts = [Part(at, item.offset, item.nbytes, item.read) for at, item in enumerate(listed) if not item.tied]
+    parts = [Part(at, item.offset, item.nbytes, item.read, item.into) for at, item in enumerate(listed) if not item.tied]
     return Shard(rank, entries, parts, piece_bytes, made=any(item.data.dtype != item.dtype for item in listed))
 
 
@@ -93,18 +110,30 @@ def stripe(nbytes: int, rank: int, ranks: int, align: int = 16) -> tuple[int, in
     return min(start, nbytes), min(end, nbytes)
 
 
-def stripes(weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int) -> Iterator[Range]:
+def _copied(_name: str, part: torch.Tensor) -> torch.Tensor:
+    return part.to("cpu", copy=True)
+
+
+def stripes(
+    weights: Iterable[tuple[str, torch.Tensor]], rank: int, ranks: int, dtype: torch.dtype | None = None,
+    keep: Callable[[str, torch.Tensor], torch.Tensor] = _copied,
+) -> Iterator[Range]:  # fmt: skip
     """This rank's stripe of every full tensor, copied; drains `weights` on every rank, since producing them may be a collective.
     The caller may use their memory again for the next, or free it. A tied embedding comes twice from Megatron where the first and
-    the last stage of its pipeline have it; once is enough."""
+    the last stage of its pipeline have it; once is enough.
+
+    dtype: that engines hold floating point numbers in; None: as they come. keep: copies a part of the tensor of this name to the
+    host; where its copies run on, synchronize before anything reads them.
+    """
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
             continue
         seen.add(name)
-        start, end = stripe(tensor.nbytes, rank, ranks)
-        flat = tensor.detach().reshape(-1).view(torch.uint8)[start:end].to("cpu", copy=True)
-        yield Range(name, tensor.dtype, tuple(tensor.shape), start, flat.view(tensor.dtype))
+        sent = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        start, end = stripe(tensor.numel() * sent.itemsize, rank, ranks)
+        part = tensor.detach().reshape(-1)[start // sent.itemsize : end // sent.itemsize]
+        yield Range(name, sent, tuple(tensor.shape), start, keep(name, part.to(sent)))
 
 
 def are_row_shards(module: object, quantized: bool = False) -> bool:

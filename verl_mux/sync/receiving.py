@@ -19,7 +19,7 @@ import msgspec
 
 from verl_mux.sync.connection import Connection, Header, Hello, Kind, Seal
 from verl_mux.sync.layout import Assembly, Entry, Held, Layout, Lost, Manifest, Region, Span, SyncError
-from verl_mux.sync.remote_reads import READ, RemoteReads
+from verl_mux.sync.remote_reads import PLACED, READ, RemoteReads
 from verl_mux.sync.sending import LAST_CALL_S, Settings, Streams, digest, said_before
 
 _BEATS = 4  # within the timeout
@@ -198,7 +198,8 @@ class Receiving:
             self._manifest(connection.wait_for(Kind.MANIFEST), rank)
         with self._news:
             self._wait(lambda: self._region is not None)
-        connection.say(Kind.ROOM)
+        assert self._region is not None
+        connection.write(Header(Kind.ROOM), fd=self._region.fd if connection.is_local else None)
         while (header := connection.read()).kind != Kind.END:
             if header.kind == Kind.PIECE and header.source == rank:
                 self._take(connection, header)
@@ -237,7 +238,10 @@ class Receiving:
         with self._news:
             spans, view = self._assembly.spans(header.source, header.number), self._region.view
         views, size = [view[offset : offset + nbytes] for offset, nbytes in spans], sum(nbytes for _, nbytes in spans)
-        if header.encoding == READ:
+        placed = header.encoding == PLACED and connection.is_local
+        if placed:  # by a process of this host, which has mapped the region: nothing was on its way
+            connection.received += size
+        elif header.encoding == READ:
             self._read(connection, header, views)
         elif header.nbytes == size:
             connection.into(views)
@@ -245,7 +249,7 @@ class Receiving:
             raise SyncError(
                 f"piece {header.number} of trainer rank {header.source} has {header.nbytes} bytes, which is not its size"
             )
-        if (self._settings.verify or header.encoding == READ) and digest(views) != header.digest:
+        if not placed and (self._settings.verify or header.encoding == READ) and digest(views) != header.digest:
             raise self._damaged(connection, spans)
         with self._news:
             self._assembly.place(header.source, header.number)

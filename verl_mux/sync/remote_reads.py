@@ -26,7 +26,7 @@ from verl_mux.sync.connection import Connection, Header, Kind
 from verl_mux.sync.layout import Lost, Region, SyncError
 
 # `encoding` of a piece: its bytes follow in the frame, or are read from where they lie.
-WHOLE, READ = 0, 2
+WHOLE, PLACED, READ = 0, 1, 2
 # Pieces that a stream offers before the first was taken.
 _AHEAD = 2
 # Seconds between two looks at a transfer.

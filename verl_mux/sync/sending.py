@@ -5,6 +5,7 @@ Runs in trainer workers; called by ends.py; touches sockets. `Streams` also serv
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -18,8 +19,8 @@ import msgspec
 import xxhash
 
 from verl_mux.sync.connection import Address, Connection, Header, Hello, Kind, Seal
-from verl_mux.sync.layout import Entry, Layout, Lost, Manifest, Span, SyncError, cut
-from verl_mux.sync.remote_reads import WHOLE, Offering, RemoteReads
+from verl_mux.sync.layout import Entry, Held, Layout, Lost, Manifest, Span, SyncError, cut
+from verl_mux.sync.remote_reads import PLACED, WHOLE, Offering, RemoteReads
 
 # Cast pieces kept for the other hosts while one host after the other is sent them.
 _KEPT = 2
@@ -29,12 +30,14 @@ LAST_CALL_S = 1.0
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes [offset, offset + nbytes) of tensor `index`. `read(start, end)` returns bytes counted from the part's first."""
+    """Bytes [offset, offset + nbytes) of tensor `index`. `read(start, end)` returns bytes counted from the part's first;
+    `into(start, view)` fills the view with those from `start` on, or returns False: only `read` can."""
 
     index: int
     offset: int
     nbytes: int
     read: Callable[[int, int], memoryview]
+    into: Callable[[int, memoryview], bool] = lambda start, view: False
 
 
 class Shard:
@@ -49,6 +52,7 @@ class Shard:
         spans = [(layout.offsets[part.index] + part.offset, part.nbytes) for part in self._parts]
         self.manifest = Manifest.of(source, entries, spans, piece_bytes)
         self.pieces = cut(spans, piece_bytes)
+        self.region_bytes = layout.nbytes
         self._where = self._places(spans)
         self._made = made
         self._kept: OrderedDict[int, Future[list[memoryview]]] = OrderedDict()
@@ -87,6 +91,13 @@ class Shard:
             except BaseException as error:  # the other threads that wait for this piece get it too
                 made.set_exception(error)
         return made.result()
+
+    def place(self, number: int, region: memoryview) -> None:
+        """Put a piece's bytes where they go in a host's region."""
+        for (part, start), (offset, nbytes) in zip(self._where[number], self.pieces[number], strict=True):
+            view = region[offset : offset + nbytes]
+            if not self._parts[part].into(start, view):
+                view[:] = self._parts[part].read(start, start + nbytes)
 
     def _read(self, number: int) -> list[memoryview]:
         spans = zip(self._where[number], self.pieces[number], strict=True)
@@ -210,13 +221,15 @@ class Streams:
 
 
 class Sending:
-    """The sending of one sync at one trainer rank. `me`: this rank's name in messages."""
+    """The sending of one sync at one trainer rank. `me`: this rank's name in messages. `held`: the region of this rank's own
+    host, into which its pieces go without a socket."""
 
     def __init__(
-        self, shard: Shard, targets: Sequence[Target], me: str, version: int, seal: Seal, settings: Settings,
+        self, shard: Shard, targets: Sequence[Target], me: str, version: int, held: Held, seal: Seal, settings: Settings,
         reads: RemoteReads | None = None,
     ) -> None:  # fmt: skip
-        self._shard, self._targets, self._me, self._version = shard, targets, me, version
+        self._shard, self._targets, self._me, self._version, self._held = shard, targets, me, version, held
+        self._mapping = threading.Lock()
         self._seal, self._settings, self._reads = seal, settings, reads
         self._attempt = uuid4().hex
         self._streams = Streams(me)
@@ -256,6 +269,11 @@ class Sending:
         """Let `run` end with an error; called from another thread."""
         self._streams.fail(SyncError(f"{self._me} stopped sending"))
 
+    def join(self) -> None:
+        """Wait until nothing more is written to a region."""
+        with contextlib.suppress(SyncError):
+            self._streams.join()
+
     def _send(self, target: Target, stream: int) -> None:
         hello = Hello(self._me, stream, self._version, self._attempt)
         timeout_s, add = self._settings.timeout_s, self._streams.add
@@ -268,15 +286,33 @@ class Sending:
                 body = msgspec.msgpack.encode(self._shard.manifest)
                 connection.write(Header(Kind.MANIFEST, nbytes=len(body)), [body])
             connection.wait_for(Kind.ROOM)
+            region = self._region_here(connection) if target.is_here else None
             offering = self._offering(connection, target, stream)
             for number in range(stream, len(self._shard.pieces), self._settings.streams):
-                self._piece(connection, number, offering)
+                if region is None:
+                    self._piece(connection, number, offering)
+                else:
+                    self._place(connection, number, region)
             if offering:
                 offering.end()
             connection.write(Header(Kind.END))
             connection.wait_for(Kind.DONE)
         except Lost as error:
             raise said_before(connection, error) from None
+
+    def _region_here(self, connection: Connection) -> memoryview:
+        fd = connection.take_fd()
+        with self._mapping:
+            return self._held.mapped(fd, self._shard.region_bytes).view
+
+    def _place(self, connection: Connection, number: int, region: memoryview) -> None:
+        began = time.perf_counter()
+        self._shard.place(number, region)
+        self._reading_s.append(time.perf_counter() - began)
+        nbytes = sum(nbytes for _, nbytes in self._shard.pieces[number])
+        connection.write(Header(Kind.PIECE, PLACED, self._shard.manifest.source, number))
+        connection.sent += nbytes
+        self._sent_bytes.append(nbytes)
 
     def _offering(self, connection: Connection, target: Target, stream: int) -> Offering | None:
         if self._reads is None or target.is_here:

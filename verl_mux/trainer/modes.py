@@ -195,6 +195,7 @@ class PPOTrainerMux(PPOTrainer):
             replicas=self.rollout_server_manager.get_replicas(),
         )
         self.engines = RolloutEngines(self.rollout_server_manager, sync, self.phases, self.settings.device.sleep_level)
+        self.engines.bring_to_hosts(self.global_steps)
         ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
         # All that hold device memory; a process has a rank of each group.
         self.phases.mux.members(list(dict.fromkeys([*ranks, *self.rollout_server_manager.each("processes", None)])))

@@ -36,8 +36,15 @@ class RolloutEngines:
         self.version = self._step = 0  # of the weights that the rollout uses; of the training
         self.are_awake = False
         self.vacant: set[int] = set()  # replicas that sleep without their weights while the others generate
+        self._brought: dict[str, Any] | None = None  # of the sync that brought the first weights to the hosts; then None
         self._on_host: int | None = None  # version of the weights that sleeping engines keep in host memory
         self.sync_figures: dict[str, Any] = {}  # of the latest sync, for verl's metrics
+
+    def bring_to_hosts(self, version: int) -> None:
+        """While the job holds no lease: the weights of the first rollout come to the rollout hosts, whose memory for them is made
+        and pinned now. For the largest models that takes minutes, in which no other job waits."""
+        self.phases.mux.note("weights to the rollout hosts")
+        self._brought = self._sync.update_weights(version, None, range(len(self.manager.get_replicas())))
 
     def begin(self, version: int, step: int, vacant: Iterable[int] = ()) -> None:
         """A rollout with the weights of this version, on all replicas but those that have no nodes (yet)."""
@@ -116,7 +123,11 @@ class RolloutEngines:
     def _fill_by_sync(self) -> None:
         assert self.phases.lease is not None
         with self.phases.part(events.SYNC, self._step, version=self.version) as extra:
-            figures = self._sync.update_weights(self.version, self.phases.lease.token, self.vacant)
+            figures, self._brought = self._brought, None
+            if figures is not None:
+                self.manager.each("load_synced", self._held(), self.version, self.phases.lease.token)
+            else:
+                figures = self._sync.update_weights(self.version, self.phases.lease.token, self.vacant)
             self.sync_figures = {key: value for key, value in figures.items() if key.startswith("mux/")}
             plain = {name.removeprefix("mux/sync/"): value for name, value in figures.items()}
             extra.update({name: plain.get(name) for name in _SYNC_FIGURES})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from verl_mux.config.job_checks import VEOMNI
 from verl_mux.coordinator.bus.fence import Fence
 from verl_mux.coordinator.bus.members import this_process
 from verl_mux.coordinator.bus.messages import Member
+from verl_mux.memory.arena import Arena
 from verl_mux.memory.model_files import read_ahead, weights_of
 from verl_mux.memory.room import residents
 from verl_mux.memory.tags import Moved, Moves
@@ -38,10 +39,14 @@ from verl_mux.platform.choose import cpu_part
 from verl_mux.platform.host_memory import process_bytes
 from verl_mux.sync.export import Range, are_row_shards, row_shards, stripes, tied_names
 from verl_mux.trainer.fsdp_states import local, offload_model, take_over
+from verl_mux.trainer.megatron_states import give_places
 from verl_mux.worker_settings import WorkerSettings, node_of, pin
 
 # Tags of a trainer's states. Gradients live within a train phase only: Megatron's have a buffer, which no host copy is made of.
 TRAIN_TAGS = ("params", "optimizer", "gradients")
+# Of all Megatron engines of this process; and bytes by which memory grows where tensors come one by one.
+_ADDED = 64 << 20
+_megatron = Arena("training states", _ADDED)
 
 
 class DeviceStates:
@@ -95,6 +100,9 @@ class DeviceStates:
     def _offload(self) -> Moved:
         started, before = time.perf_counter(), get_torch_device().memory_allocated()
         self._moved_by_calls(True)
+        if isinstance(self._engine.module, list):
+            give_places(self._engine.module, getattr(self._engine, "optimizer", None), _megatron)
+            get_torch_device().synchronize()
         self._engine.to("cpu", model=True, optimizer=True, grad=True)
         if self._engine.engine_config.forward_only and isinstance(self._engine.module, FSDPModule):
             offload_model(self._engine.module)  # verl leaves it where FSDP pinned it, each shard by itself
@@ -143,11 +151,6 @@ def _device() -> Any | None:
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a local tensor, from the host copy while its states sleep."""
     return _cpu_saver().host_copy(tensor) if get_device_name() == "cpu" else tensor.cpu()
-
-
-def _cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """In the type that engines hold, as the shards of a plain module are sent."""
-    return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
 
 
 def _read_ahead(model: str, resume: str | None) -> None:
@@ -214,6 +217,7 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
+        self._arena = Arena("exported weights", _ADDED)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
@@ -248,7 +252,11 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
             return {}
         weights, _ = engine.get_per_tensor_param()
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-        self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
+        kept = self._arena
+        copies = stripes(weights, self.rank, self.world_size, dtype, lambda name, part: kept.hold({name: part})[name])
+        self._exported = list(copies)
+        if get_device_name() != "cpu":
+            get_torch_device().synchronize()  # copies run beside the gathering of what comes next
         return {"exported": Moved(sum(part.nbytes for part in self._exported), 0, time.perf_counter() - began)}
 
     def _states(self) -> list[DeviceStates]:

@@ -17,6 +17,7 @@ from verl_mux.memory.tags import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.rollout.engine import replica as replica_module
 from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas
+from verl_mux.sync.engine import Batch
 from verl_mux.worker_settings import WorkerSettings
 
 
@@ -169,7 +170,7 @@ def worker_of(replica, calls):
 
     async def receive(version, nbytes):
         for at in range(3):
-            yield (version, nbytes, at)
+            yield Batch(version, nbytes, at, at + 1)
 
     worker = object.__new__(replica_module.MuxCheckpointEngineWorker)
     worker._fence, worker._batch_bytes, worker._load, worker._replica = Fence(), 256, load, replica
@@ -179,7 +180,7 @@ def worker_of(replica, calls):
 
 
 def synced(version):
-    return ([(version, 256, at) for at in range(3)], version)
+    return ([Batch(version, 256, at, at + 1) for at in range(3)], version)
 
 
 def test_a_sync_goes_to_the_engine_by_batches_under_the_newest_lease():
@@ -196,7 +197,8 @@ def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_leas
     calls = []
     worker = worker_of(1, calls)
     asyncio.run(worker.update_weights(3, token=2, asleep=[1]))
-    assert calls == []
+    assert calls == [([Batch(3, 256, 0, 0)], None)]  # the memory alone, to map and pin
+    calls.clear()
     for _ in range(2):  # it may sleep and come back within a rollout
         asyncio.run(worker.load_synced(3, token=5))
     assert calls == [synced(3)] * 2

@@ -2,6 +2,8 @@
 
     batches of the checkpoint engine --> all ranks of the engine have it --> the first one asks the engine --> `tensors`
 
+A batch without tensors shows an engine the memory, which it then maps and pins, asleep too: the first time that takes long.
+
 `load` runs in rollout workers, called by each engine's own `load_weights`. `tensors` runs in each process of an engine that holds
 weights: its parameters copy out of the full tensors the part that is theirs. No tensor leaves the region on the worker's side, so
 nothing of a worker's lies on the device.
@@ -18,7 +20,8 @@ import msgspec
 import torch
 
 from verl_mux.memory.arena import pin
-from verl_mux.sync.engine import Batch, aside, tensor_at
+from verl_mux.sync.engine import Batch, aside
+from verl_mux.sync.export import tensor_at
 from verl_mux.sync.layout import NAME, Entry, Held, Region, SyncError
 
 
@@ -138,10 +141,13 @@ class _Mapping(Held):
 _mapping = _Mapping()
 
 
-def tensors(body: str, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of what `body` made, for this rank of the engine. Raises RuntimeError: the region cannot be mapped or
-    pinned."""
+def tensors(body: str, rank: int, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full tensor) of what `body` made, for this rank of the engine, which loads it into `model`. Raises RuntimeError: the
+    region cannot be mapped or pinned."""
     asked = msgspec.json.decode(body, type=Mapped)
-    region = _mapping.of_place(asked.places[rank])
+    region, params = _mapping.of_place(asked.places[rank]), dict(model.named_parameters())
     for entry, offset in zip(asked.entries, asked.offsets, strict=True):
-        yield entry.name, tensor_at(region.view, entry, offset)
+        tensor, param = tensor_at(region.view, entry, offset), params.get(entry.name)
+        # A part of each row: out of host memory one thread would collect it; out of the device's own a kernel does.
+        by_columns = param is not None and param.dim() == len(entry.shape) == 2 and param.shape[1] < entry.shape[1]
+        yield entry.name, tensor.to(param.device) if by_columns and param is not None else tensor

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import pkgutil
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         """In the place of verl's, which hands tensors over on the device; into an engine's memory, so only under the newest lease
         (`token`). Returns the checkpoint engine's figures.
 
-        asleep: replicas whose engines have no memory now. Their workers receive all the same: what lies in the memory of their
-        hosts is there for `load_synced`.
+        asleep: replicas whose engines have no memory now. Their workers receive all the same, and their engines map and pin what
+        lies in the memory of their hosts: it is there for `load_synced`.
 
         Raises Fenced, SyncError.
         """
@@ -77,6 +78,8 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         if self._replica in asleep:
             async for _ in batches:
                 pass
+            shown = [replace(batch, last=batch.first) for batch in self._synced[:1]]
+            await self._load(self.server_adapter, _given(shown), None)
             return self.checkpoint_engine.figures
         if token is not None:
             self._fence.enter(token)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import sys
 import threading
@@ -44,10 +46,12 @@ class Engine:
     def __init__(self, fails: bool = False) -> None:
         self.asked, self.flushed, self.fails = [], 0, fails
 
-    async def update_weights_from_tensor(self, asked) -> None:
+    async def _make_async_request(self, endpoint, fields, timeout) -> None:
+        assert endpoint == "update_weights_from_tensor" and timeout > 60  # it may pin hundreds of GB
+        (asked,) = map(base64.b64decode, fields["serialized_named_tensors"])
         if self.fails:
             raise ValueError("the engine is gone")
-        self.asked.append(asked)
+        self.asked.append(json.loads(asked))
 
     async def flush_cache(self) -> None:
         self.flushed += 1
@@ -80,6 +84,11 @@ class Rank:
             self.closed = True
 
 
+def asked_for(batch: Batch, places: list[Place]) -> SimpleNamespace:
+    body = json.dumps([batch.first, [place.fd for place in places]]).encode()
+    return SimpleNamespace(serialized_named_tensors=[body], load_format=LOADER, flush_cache=False)
+
+
 def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
     """All of them have gone through a sync, or failed."""
     group = Group(len(ranks))
@@ -92,7 +101,7 @@ def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
             return group.gather(self._rank, said)
 
     monkeypatch.setattr(region_weights, "_Ranks", Ranks)
-    monkeypatch.setattr(sglang_weights, "request", lambda batch, places: (batch.first, [place.fd for place in places]))
+    monkeypatch.setattr(sglang_weights, "request", lambda batch, places: asked_for(batch, places))
 
     def run(at: int) -> None:
         try:
@@ -112,7 +121,7 @@ def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
 
 def test_the_first_rank_asks_for_each_batch_with_every_ranks_memory_and_says_the_version(monkeypatch):
     first, second = loaded(monkeypatch, [Rank(Engine()), Rank(None)])
-    assert first._engine.asked == [(0, [0, 1]), (1, [0, 1]), (2, [0, 1])]
+    assert first._engine.asked == [[0, [0, 1]], [1, [0, 1]], [2, [0, 1]]]
     assert (first._engine.flushed, first.versions, second.versions, first.error, second.error) == (1, [7], [], None, None)
 
 
@@ -149,9 +158,15 @@ WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.
 
 
 class Model:
-    def __init__(self) -> None:
+    """params: this rank's."""
+
+    def __init__(self, **params: torch.Tensor) -> None:
+        self.params = params
         self.loaded: dict[str, torch.Tensor] = {}
         self.addresses: list[int] = []
+
+    def named_parameters(self):
+        return self.params.items()
 
     def load_weights(self, weights) -> None:
         for name, tensor in weights:
@@ -188,8 +203,8 @@ def _layout(weights) -> Layout:
     return Layout([Entry(name, str(it.dtype).removeprefix("torch."), tuple(it.shape), it.nbytes) for name, it in weights.items()])
 
 
-def _load(region: Region, weights=WEIGHTS, **place) -> Model:
-    layout, model = _layout(weights), Model()
+def _load(region: Region, weights=WEIGHTS, model: Model | None = None, **place) -> Model:
+    layout, model = _layout(weights), model or Model()
     at = Place(**{"pid": os.getpid(), "fd": region.fd, "nbytes": region.nbytes, **place})
     mapped = msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode()
     sglang_weights.load_in_engine(model, [(mapped, torch.zeros(0))])
@@ -211,6 +226,21 @@ def test_the_next_sync_finds_the_memory_mapped_and_what_is_new_in_it(mapping, re
     larger = {**WEIGHTS, "c": torch.zeros(100)}
     region.append(_region(larger))
     assert _load(region[1], larger).loaded["c"].equal(larger["c"]) and mapping._region is not mapped
+
+
+def test_what_a_rank_has_by_columns_goes_to_its_device_whole_and_nothing_else_does(mapping, region):
+    device = {"a": torch.empty(2, 1, device="meta"), "b": torch.empty(3, device="meta")}
+    found = _load(region[0], model=Model(**device)).loaded
+    assert (found["a"].device.type, found["a"].shape, found["b"].device.type) == ("meta", (2, 3), "cpu")
+    by_rows = Model(a=torch.empty(1, 3, device="meta"))
+    assert {it.device.type for it in _load(region[0], model=by_rows).loaded.values()} == {"cpu"}
+
+
+def test_a_batch_without_tensors_is_mapped_and_no_model_is_touched(mapping, region):
+    model = Model()
+    model.load_weights = None
+    _load(region[0], {}, model)
+    assert mapping._region is not None and mapping._region.nbytes == region[0].nbytes
 
 
 @pytest.mark.parametrize(

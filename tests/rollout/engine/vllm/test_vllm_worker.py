@@ -176,12 +176,16 @@ def test_vllms_own_sleep_and_wake_move_the_tags_too(rank):
         rank.wake_up()
 
 
-def test_a_rank_takes_what_lies_at_its_own_worker_out_of_a_batch(rank, monkeypatch):
-    asked = []
-    monkeypatch.setattr(vllm_worker, "tensors", lambda body, at: asked.append((body, at)) or iter([("a", 1)]))
+def test_a_rank_takes_what_lies_at_its_own_worker_out_of_a_batch_and_nothing_out_of_an_empty_one(rank, monkeypatch):
+    asked, found = [], [("a", 1)]
+    rank.model_runner = SimpleNamespace(model="model")
+    monkeypatch.setattr(vllm_worker, "tensors", lambda body, at, model: asked.append((body, at, model)) or iter(found))
     rank._update_weights = lambda weights, peft_config, base_sync_done: asked.append((weights, peft_config, base_sync_done))
     rank.mux_load("body")
-    assert asked == [("body", 3), ([("a", 1)], None, False)]
+    assert asked == [("body", 3, "model"), ([("a", 1)], None, False)]
+    found.clear()
+    rank.mux_load("body")
+    assert asked[2:] == [("body", 3, "model")]
 
 
 # ---------------------------------------------------------------- CUDA: vLLM's allocator and its driver calls stand in

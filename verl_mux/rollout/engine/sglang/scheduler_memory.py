@@ -23,6 +23,7 @@ from verl_mux.memory.tags import CUDA_GRAPH, KV_CACHE, WEIGHTS, Metered, NoRoom
 from verl_mux.platform.charges import DEVICE_VARIABLE, has_budget
 from verl_mux.platform.choose import cpu_part
 from verl_mux.rollout.engine.server_directory import charge_engine, leaving_word, wait_at_gate, write_mapped
+from verl_mux.rollout.engine.sglang.kernels import compile_kernels
 
 REPORT = "verl_mux"
 _ALL = (CUDA_GRAPH, WEIGHTS, KV_CACHE)
@@ -89,6 +90,8 @@ def initialize(original: Callable, runner: Any, _measured_before: float) -> Any:
 def _initialize(original: Callable, runner: Any) -> Any:
     os.environ[DEVICE_VARIABLE] = str(runner.gpu_id)
     charge_engine(late=False)
+    if torch.cuda.is_available():
+        compile_kernels(runner)
     wait_at_gate()
     initialized = original(runner, measure(runner))
     charge_engine(late=True)

@@ -11,14 +11,13 @@ from verl_mux.upstream import Symbol
 _UPDATES = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SERVER = "verl.workers.rollout.sglang_rollout"
 
+_KERNELS = ("build_jit_specs", "gen_batch_decode_module", "gen_batch_prefill_module", "sampling.gen_sampling_module")
+
 SYMBOLS = (
     Symbol(f"{_SERVER}.async_sglang_server.SGLangHttpServer", "subclassed: tagged sleep and wake"),
     Symbol(f"{_SERVER}.async_sglang_server.SGLangReplica", "subclassed: our server class"),
     Symbol(f"{_SERVER}.sglang_rollout.ServerAdapter._init_server_adapter", "finds the server"),
-    Symbol(
-        f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "the engine loads weights from shared memory"
-    ),
-    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.update_weights_from_tensor", "where the weights of a sync lie"),
+    Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter._make_async_request", "where the weights of a sync lie"),
     Symbol(f"{_SERVER}.http_server_engine.AsyncHttpServerAdapter.flush_cache", "after a sync"),
     Symbol("sglang.srt.managers.io_struct.UpdateWeightsFromTensorReqInput", "where the weights of a sync lie"),
     Symbol("sglang.srt.utils.MultiprocessingSerializer.serialize", "what SGLang reads in it"),
@@ -38,6 +37,9 @@ SYMBOLS = (
     Symbol(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "hooked on CPU: one seed per request"
     ),
+    *(Symbol(f"flashinfer.jit.{name}", "compiled before the gate") for name in _KERNELS),
+    Symbol("flashinfer.utils.determine_attention_backend", "which kernel its `auto` is"),
+    Symbol("sglang.srt.layers.attention.flashinfer_backend.should_use_tensor_core", "whether decoding has kernels of its own"),
     Symbol("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", "whether an aborted response had ended"),
     Symbol("sglang.srt.layers.sampler.sampling_from_probs_torch", "hooked on CPU: one seed per request"),
     Symbol("sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill", "hooked: how long requests waited"),

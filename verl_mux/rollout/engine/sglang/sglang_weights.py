@@ -6,6 +6,8 @@ adapter. `load_in_engine` runs in each of SGLang's scheduler processes, which ca
 
 from __future__ import annotations
 
+import base64
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +20,27 @@ from verl_mux.sync.engine import Batch
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
+# verl's own limit of 60 s is too little for an engine that pins hundreds of GB.
+_WITHIN_S = 600.0
 LOADER = "verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"
 
 
 async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of verl's `adapter` and note their version. Raises SyncError."""
+    """Load all of `batches` into the engine of verl's `adapter` and note their version (None: none of it is loaded, see
+    region_weights.py). Raises SyncError."""
     await adapter._init_server_adapter()
     engine = adapter._engine
 
     async def hand(batch: Batch, places: list[Place]) -> None:
-        await engine.update_weights_from_tensor(request(batch, places))
+        asked = request(batch, places)
+        bodies = [base64.b64encode(body).decode() for body in asked.serialized_named_tensors]
+        fields = {"serialized_named_tensors": bodies, "load_format": asked.load_format, "flush_cache": asked.flush_cache}
+        await engine._make_async_request("update_weights_from_tensor", fields, timeout=_WITHIN_S)
 
     await region_weights.load(batches, adapter.device_mesh["infer_tp"].get_group(), None if engine is None else hand)
-    if engine is not None:
+    if engine is not None and global_steps is not None:
         await engine.flush_cache()
-        if global_steps is not None:
-            await adapter.server_actor.set_global_steps.remote(global_steps)
+        await adapter.server_actor.set_global_steps.remote(global_steps)
 
 
 class _NoTensor:
@@ -57,4 +64,6 @@ def load_in_engine(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]
     from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     ((body, _),) = named_tensors
-    model.load_weights(region_weights.tensors(body, get_tensor_model_parallel_rank()))
+    tensors = region_weights.tensors(body, get_tensor_model_parallel_rank(), model)
+    if first := list(itertools.islice(tensors, 1)):
+        model.load_weights(itertools.chain(first, tensors))

@@ -32,7 +32,8 @@ class Adapter:
 
 
 async def load(adapter: Adapter, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of `adapter` and note their version. Raises SyncError."""
+    """Load all of `batches` into the engine of `adapter` and note their version (None: none of it is loaded, see
+    region_weights.py). Raises SyncError."""
     server = adapter.server()
 
     async def hand(batch: Batch, places: list[Place]) -> None:
@@ -40,5 +41,5 @@ async def load(adapter: Adapter, batches: AsyncGenerator[Batch, None], global_st
 
     # verl makes one process group of a replica's rollout workers.
     await region_weights.load(batches, torch.distributed.group.WORLD, None if server is None else hand)
-    if server is not None:
+    if server is not None and global_steps is not None:
         await server.mux_loaded.remote(global_steps)

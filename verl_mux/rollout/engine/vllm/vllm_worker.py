@@ -170,7 +170,8 @@ class TaggedWorker(_Base):
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         with torch.no_grad():
-            self._update_weights(list(tensors(body, rank)), peft_config=None, base_sync_done=False)
+            if batch := list(tensors(body, rank, self.model_runner.model)):
+                self._update_weights(batch, peft_config=None, base_sync_done=False)
 
     def mux_loaded(self) -> None:
         """All batches are in: what vLLM makes of weights once they are whole."""
