@@ -19,7 +19,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import MEGATRON, engine_of, model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import (
+    MEGATRON,
+    engine_of,
+    model_config,
+    read_mux,
+    refused,
+    refused_surroundings,
+    serves_adapter,
+    untried,
+)
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
@@ -145,7 +154,9 @@ def _imply_memory(config: DictConfig) -> None:
 
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     if record := engine_of(config):
-        _imply_arguments(config, record.arguments)
+        _imply_arguments(config, record.arguments | (record.lora_arguments if serves_adapter(config) else {}))
+    if serves_adapter(config) and "dummy" in str(config.actor_rollout_ref.rollout.load_format):
+        config.actor_rollout_ref.rollout.load_format = "auto"  # the base weights are those of the model's files
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
     kwargs["mux"] = {**msgspec.to_builtins(mux.sync), **kwargs.get("mux", {})}

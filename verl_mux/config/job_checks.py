@@ -238,6 +238,9 @@ _UNSEEN = "no job has shown that its states leave the device"
 # Keys of Megatron's.
 _MEGATRON_UNSEEN = ("dynamic_context_parallel", "use_megatron_fsdp")
 _WINDOWS = ("sliding_attention", "chunked_attention")
+_MODEL = "actor_rollout_ref.model"
+# The rank of LoRA adapters, by whether Megatron trains.
+_LORA_RANKS = {False: "lora_rank", True: "lora.rank"}
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
 
@@ -250,12 +253,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
             yield from _forbid(config, [f"{role}.strategy"], f"{unsupported}: {_UNSEEN}", ", ".join(_STRATEGIES))
         if strategy == MEGATRON:
             yield from _refused_megatron(config, role, unsupported)
+    yield from _refused_lora(config, unsupported)
     model = "actor_rollout_ref.model"
-    if not OmegaConf.select(config, f"{model}.lora.merge"):
-        for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):  # three spellings of one choice
-            if value := OmegaConf.select(config, key):
-                whole = f"{_MODE}={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true"
-                yield Refusal(whole, key, value)
     yield from _forbid(config, [f"{_ROLLOUT}.quantization"], f"{unsupported}: {NO_SCALES}", "null")
     for key in (f"{model}.mtp", f"{_ROLLOUT}.mtp"):
         if OmegaConf.select(config, f"{key}.enable"):
@@ -266,6 +265,36 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         for name, why, allowed in engine.refused_arguments(given):
             line = f"{arguments}.{name}={given[name]} {unsupported}: {why}; allowed: {allowed}"
             yield Refusal(line, f"{arguments}.{name}", given[name])
+
+
+def serves_adapter(config: DictConfig) -> bool:
+    """Whether the engine has base weights of its own, and a sync brings the trainer's LoRA adapter alone."""
+    ranks = (OmegaConf.select(config, f"{_MODEL}.{key}") for key in _LORA_RANKS.values())
+    return any(ranks) and not OmegaConf.select(config, f"{_MODEL}.lora.merge")
+
+
+def _refused_lora(config: DictConfig, unsupported: str) -> Iterator[Refusal]:
+    """A rank where the trainer does not look for it, and what an engine that serves an adapter cannot do."""
+    megatron = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") == MEGATRON
+    rank, other = (f"{_MODEL}.{_LORA_RANKS[it]}" for it in (megatron, not megatron))
+    path = f"{_MODEL}.lora_adapter_path"
+    if not OmegaConf.select(config, rank) and (given := OmegaConf.select(config, path)):
+        yield Refusal(f"{path}={given}: verl trains no adapter without a rank; set {rank} to the adapter's", path, given)
+    if not serves_adapter(config):
+        return
+    if not OmegaConf.select(config, rank) and (given := OmegaConf.select(config, other)):
+        yield Refusal(f"{other}={given}: verl's trainer of this strategy reads {rank}; set that", other, given)
+    serves = "an engine that serves an adapter"
+    if str(OmegaConf.select(config, key := "mux.device.sleep_level")) == "2":
+        why = f"{serves} keeps its base weights, which no sync brings; allowed: auto, 1, or {_MODEL}.lora.merge=true"
+        yield Refusal(f"{key}=2: {why}", key, 2)
+    ranks = number(config, key := f"{_ROLLOUT}.data_parallel_size", 1)
+    if ranks > 1 and OmegaConf.select(config, f"{_ROLLOUT}.name") == "sglang":
+        yield Refusal(f"{key}={ranks} {unsupported}: SGLang then takes no new adapter; allowed: 1", key, ranks)
+    vanilla = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+    if megatron and (cpu_platform_wanted() or OmegaConf.select(config, vanilla)):
+        line = f"{_MODEL}.lora.rank with {vanilla}, which a CPU needs: Megatron-Bridge alone exports adapters"
+        yield Refusal(f"{line}; allowed: {vanilla}=False on a GPU", vanilla, OmegaConf.select(config, vanilla))
 
 
 def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterator[Refusal]:

@@ -9,6 +9,7 @@ trains (states on the device) --sleep--> host copy only --wake--> trains
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -213,6 +214,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         _read_ahead(copy_to_local(config.model.path, use_shm=config.model.get("use_shm", False)), settings.resume)
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
+        # What peft says of the LoRA adapter that they are; None: they are the whole model.
+        self._lora: dict[str, Any] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
@@ -224,6 +227,11 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         moves = super().mux_wake(token)
         self._exported = None
         return moves
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_lora(self) -> dict[str, Any] | None:
+        """peft's config, as plain data, of the LoRA adapter that a sync brings; None: it brings whole weights. After a sleep."""
+        return self._lora
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -244,7 +252,10 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         engine, began = self.actor.engine, time.perf_counter()
         if are_row_shards(engine.module, quantized=getattr(engine, "_qat_enabled", False)):
             return {}
-        weights, _ = engine.get_per_tensor_param()
+        # Of LoRA that is not merged, the adapter alone: engines have the base weights from the model's files.
+        layered = bool(self.config.rollout.get("layered_summon"))
+        weights, lora = engine.get_per_tensor_param(layered_summon=layered, base_sync_done=True)
+        self._lora = json.loads(json.dumps(lora, default=sorted))  # what is no JSON in it are sets of names
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
         self._exported = list(stripes(_cast(weights, dtype), self.rank, self.world_size))
         return {"exported": Moved(sum(part.nbytes for part in self._exported), 0, time.perf_counter() - began)}

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 LOADER = "verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"
 
 
-async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
-    """Load all of `batches` into the engine of verl's `adapter` and note their version. Raises SyncError."""
+async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None, lora: dict[str, Any] | None) -> None:
+    """Load all of `batches` into the engine of verl's `adapter` and note their version; as the record says. Raises SyncError."""
     await adapter._init_server_adapter()
     engine = adapter._engine
 
     async def hand(batch: Batch, places: list[Place]) -> None:
-        await engine.update_weights_from_tensor(request(batch, places))
+        if lora is None:
+            await engine.update_weights_from_tensor(request(batch, places))
+        else:  # not by verl's request, whose fields are those of another version of SGLang
+            await adapter.server_actor.mux_load_lora.remote(region_weights.body(batch, places), lora)
 
     await region_weights.load(batches, adapter.device_mesh["infer_tp"].get_group(), None if engine is None else hand)
     if engine is not None:
