@@ -37,7 +37,7 @@ _MODE = "trainer.v1.trainer_mode"
 _ROOT = "mux.rollout"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "algorithm.filter_groups"
-_ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled")
+_REWARD, _TEACHERS = "reward.reward_model", "distillation"
 
 
 def check(config: DictConfig) -> MuxConfig | None:
@@ -63,8 +63,9 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     yield from refused_numbers(config)
     yield from _refused_sizes(config, mode)
     unsupported = f"is not supported by {_MODE}={mode}"
-    # verl keeps these roles awake on GPUs, and no phase of ours covers them.
-    yield from _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
+    if OmegaConf.select(config, key := f"{_REWARD}.enable") and not OmegaConf.select(config, f"{_REWARD}.enable_resource_pool"):
+        own = f"{_REWARD}.enable_resource_pool=True gives it GPUs of its own ({_REWARD}.nnodes, n_gpus_per_node)"
+        yield Refusal(f"{key}=True {unsupported} on the trainer's GPUs, whose leases do not cover it; {own}", key, True)
     yield from _refused_filter(config)
     yield from _refused_memory(config, mode, unsupported)
     backend = f"{_ROLLOUT}.checkpoint_engine.backend"
@@ -206,13 +207,34 @@ def refused_numbers(config: DictConfig) -> Iterator[Refusal]:
     """Each of these that is no whole number of 1 or more, as a shell or a YAML file hands it over: "8", 8.0, null, true, 0. In
     verl's own modes 0 has meanings of its own."""
     mode = str(OmegaConf.select(config, _MODE))
-    needed = (*_GPUS, *_PARALLEL, *(_POOL if mode == "mux_separate" else ())) if mode in MODES else ()
+    pools = (*_GPUS, *_PARALLEL, *(_POOL if mode == "mux_separate" else ()), *(key for keys in own_pools(config) for key in keys))
+    needed = pools if mode in MODES else ()
     for key in (*needed, *_OPTIONAL):
         value, least = OmegaConf.select(config, key), _LEAST.get(key, 1 if mode in MODES else 0)
         if not _is_whole(value, least) and (value is not None or key in needed):
             why = f": {_MODE}={mode} needs a rollout pool" if key in _POOL else ""
             allowed = "whole number" if least < 0 else f"number of {least} or more"
             yield Refusal(f"{key} is {value!r}; a {allowed} is needed{why}", key, value)
+
+
+def own_pools(config: DictConfig) -> list[tuple[str, str]]:
+    """Keys of the nodes and of the GPUs on each, of the roles of a job that stand on GPUs of their own, which no lease covers: a
+    reward model and teachers."""
+    return [(f"{role}.nnodes", f"{role}.n_gpus_per_node") for role in _own_roles(config)]
+
+
+def own_engines(config: DictConfig) -> list[DictConfig]:
+    """verl's rollout sections of these roles' engines."""
+    parts = {
+        _REWARD: lambda it: [it.rollout],
+        _TEACHERS: lambda it: [teacher.inference for teacher in it.teacher_models.values()],
+    }
+    return [engine for role in _own_roles(config) for engine in parts[role](OmegaConf.select(config, role))]
+
+
+def _own_roles(config: DictConfig) -> list[str]:
+    reward = all(OmegaConf.select(config, f"{_REWARD}.{key}") for key in ("enable", "enable_resource_pool"))
+    return [*([_REWARD] if reward else []), *([_TEACHERS] if OmegaConf.select(config, f"{_TEACHERS}.enabled") else [])]
 
 
 def _refused_sizes(config: DictConfig, mode: str) -> Iterator[Refusal]:
