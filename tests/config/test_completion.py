@@ -154,7 +154,7 @@ def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models
     assert changed[load]["to"] == "auto"
     given = judged(lora, f"{load}=safetensors")
     assert given["accepted"] and load not in by_key(given["changes"])
-    assert load not in by_key(judged(lora, "+actor_rollout_ref.model.lora.merge=true")["changes"])
+    assert load not in by_key(judged(lora, "actor_rollout_ref.model.lora.merge=true")["changes"])
 
 
 def test_what_stands_on_gpus_of_its_own_stays_awake_there():

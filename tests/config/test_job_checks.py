@@ -61,7 +61,6 @@ def megatron(**given):
         ),
         (own("reward", nnodes=0), ["reward.reward_model.nnodes is 0; a number of 1 or more is needed"]),
         (own("distillation", n_gpus_per_node=None), ["distillation.n_gpus_per_node is None; a number of 1 or more"]),
-        ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
         ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
         ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
         ({f"{SGLANG}__quantization": "fp8"}, ["engine_kwargs.sglang.quantization=fp8 is not supported"]),
