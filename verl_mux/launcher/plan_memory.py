@@ -61,7 +61,7 @@ def certificate(
     found = [_job(config, where) for where, config in configs]
     jobs = [job for job, _ in found]
     config = read_config(pools) if pools is not None else None
-    notes = [note for (job, _), (given, _) in zip(found, configs, strict=True) for note in _own_gpus(job.name, given)]
+    notes = [note for (job, _), (_, given) in zip(found, configs, strict=True) for note in _own_gpus(job.name, given)]
     capacities = {
         (node, side): _capacity(node, side, job, budget, config, notes)
         for job, budget in found
