@@ -467,6 +467,7 @@ _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("algorithm.adv_estimator", ("grpo",), _NONE),
     ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
     (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
+    (f"{_TEACHERS}.enabled", (False,), _NONE),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
     (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),
     (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _NONE),
