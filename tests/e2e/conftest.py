@@ -137,16 +137,16 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 @pytest.fixture(scope="session")
 def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, dict[str, subprocess.Popen]]]:
     """Two colocated jobs that share the only node, under one coordinator, started and not waited for: all four of their phases
-    take turns. Both train LoRA: `plain`, for whose rollout it is merged, has nothing else switched on. `job`, whose engine serves
-    the adapter, over-samples and generates in segments: a step takes 4 of at least 6 groups under way, in rounds of a segment."""
+    take turns. Both train LoRA: `plain`, whose engine serves the adapter, has nothing else switched on. `job`, whose rollout has it
+    merged, over-samples and generates in segments: a step takes 4 of at least 6 groups under way, in rounds of one segment."""
     directory = tmp_path_factory.mktemp("rollout")
-    lora = ["actor_rollout_ref.rollout.calculate_log_probs=true", "actor_rollout_ref.actor.optim.lr=1e-1"]
-    lora += ["actor_rollout_ref.model.lora_rank=4"]
+    lora = "actor_rollout_ref.model.lora_rank=4"
     keys = {
-        "plain": [*lora, "actor_rollout_ref.model.lora.merge=true"],
+        "plain": [lora, "actor_rollout_ref.rollout.calculate_log_probs=true", "actor_rollout_ref.actor.optim.lr=1e-1"],
         "job": [
-            *lora,
             *OVERSAMPLED,
+            lora,
+            "actor_rollout_ref.model.lora.merge=true",
             "mux.profile.texts=0.5",
             f"data.max_response_length={LONGEST}",
             f"mux.rollout.segments.segment_length={SEGMENT}",
