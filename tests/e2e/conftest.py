@@ -137,8 +137,8 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 @pytest.fixture(scope="session")
 def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, dict[str, subprocess.Popen]]]:
     """Two colocated jobs that share the only node, under one coordinator, started and not waited for: all four of their phases
-    take turns. Both train LoRA: `plain`, whose engine serves the adapter, has nothing else switched on. `job`, whose rollout has it
-    merged, over-samples and generates in segments: a step takes 4 of at least 6 groups under way, in rounds of one segment."""
+    take turns. Both train LoRA: `plain`, whose engine serves the adapter, has nothing else switched on. `job`, for whose rollout
+    it is merged, over-samples and generates in segments: a step takes 4 of at least 6 groups under way, a segment at a time."""
     directory = tmp_path_factory.mktemp("rollout")
     lora = "actor_rollout_ref.model.lora_rank=4"
     keys = {

@@ -94,6 +94,7 @@ class PPOTrainerMux(PPOTrainer):
     _enable_hybrid_replicas = False
     _colocated = False
     resource_pool_manager: ResourcePoolManager
+    global_steps = 0  # verl sets it when it looks for a checkpoint
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
