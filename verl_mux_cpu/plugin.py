@@ -14,13 +14,14 @@ from verl_mux.platform.choose import cpu_platform_wanted
 from verl_mux.post_import import after_import
 from verl_mux_cpu import vllm_metadata
 
-# verl module -> ours, imported right after it; ours registers itself with verl at import.
+# Module of verl's or SGLang's -> ours, imported right after it; ours registers itself there at import.
 REGISTRATIONS = {
     "verl.plugin.platform.platform_manager": "verl_mux_cpu.verl_cpu",
     "verl.utils.distributed": "verl_mux_cpu.verl_distributed",
     "verl.workers.engine": "verl_mux_cpu.verl_engine",
     "verl.workers.engine.megatron": "verl_mux_cpu.verl_megatron",
     "verl.workers.rollout.base": "verl_mux_cpu.on_cpu",
+    "sglang.srt.lora.backend.torch_backend": "verl_mux_cpu.sglang_lora",
 }
 
 # With it SGLang takes the CPU for its device when it is imported; see on_cpu.py.

@@ -147,15 +147,36 @@ def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
     assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "gae"
 
 
+def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models_files():
+    lora, load = "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.load_format"
+    changed = by_key(judged(lora)["changes"])
+    assert changed[load]["to"] == "auto"
+    given = judged(lora, f"{load}=safetensors")
+    assert given["accepted"] and load not in by_key(given["changes"])
+    assert load not in by_key(judged(lora, "actor_rollout_ref.model.lora.merge=true")["changes"])
+
+
+def test_what_stands_on_gpus_of_its_own_stays_awake_there():
+    keys = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
+    keys += ["reward.reward_model.rollout.name=sglang", "distillation.enabled=true", "distillation.nnodes=1"]
+    found, plain = judged(*keys), judged()
+    changed = by_key(found["changes"]).keys() - by_key(plain["changes"]).keys()
+    engines = ("reward.reward_model.rollout", "distillation.teacher_models.teacher_model.inference")
+    assert found["accepted"] and {f"{engine}.free_cache_engine" for engine in engines} <= changed
+    on_cpu = by_key(judged(*keys, "trainer.device=cpu")["changes"])
+    assert all(on_cpu[f"{engine}.engine_kwargs.sglang.device"]["to"] == "cpu" for engine in engines[:1])
+
+
 def test_every_refusal_is_named_and_not_only_the_first():
     found = judged(
-        f"{ROLLOUT}.name=trtllm", "model_engine=veomni", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
-        "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut", "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.name=trtllm", "model_engine=veomni", "reward.reward_model.enable=true",
+        "actor_rollout_ref.model.lora_adapter_path=a", "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut",
+        "algorithm.adv_estimator=grpo",
     )  # fmt: skip
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "distillation.enabled": True, **dict.fromkeys(roles, "veomni"), "actor_rollout_ref.model.lora_rank": 8,
+        "reward.reward_model.enable": True, **dict.fromkeys(roles, "veomni"), "actor_rollout_ref.model.lora_adapter_path": "a",
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
     assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])

@@ -30,6 +30,14 @@ def vllm(**given):
     return {f"{REF}__rollout__name": "vllm", f"{REF}__rollout__engine_kwargs__vllm": given}
 
 
+def own(role, **given):
+    """A reward model or teachers on GPUs of their own."""
+    keys = {"nnodes": 1, "n_gpus_per_node": 2, **given}
+    if role == "reward":
+        return {"reward__reward_model": {"enable": True, "enable_resource_pool": True, **keys}}
+    return {"distillation": {"enabled": True, **keys}}
+
+
 def megatron(**given):
     return {f"{REF}__actor__strategy": "megatron", f"{REF}__actor__megatron": given}
 
@@ -51,9 +59,12 @@ def veomni(**given):
             {"algorithm__filter_groups": {"enable": True, "metric": "acc", "max_inflight_gen_batches": 0}},
             ["filter_groups.max_inflight_gen_batches is 0; a number of 1 or more"],
         ),
-        ({"reward": {"reward_model": {"enable": True}}}, ["reward.reward_model.enable=True", "do not cover it", "False"]),
-        ({"reward__reward_model": {"enable_resource_pool": True}}, ["reward.reward_model.enable_resource_pool=True"]),
-        ({"distillation": {"enabled": True}}, ["distillation.enabled=True", "leases do not cover it"]),
+        (
+            {"reward": {"reward_model": {"enable": True}}},
+            ["reward.reward_model.enable=True", "do not cover it; reward.reward_model.en"],
+        ),
+        (own("reward", nnodes=0), ["reward.reward_model.nnodes is 0; a number of 1 or more is needed"]),
+        (own("distillation", n_gpus_per_node=None), ["distillation.n_gpus_per_node is None; a number of 1 or more"]),
         ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
         ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
         ({f"{SGLANG}__quantization": "fp8"}, ["engine_kwargs.sglang.quantization=fp8 is not supported"]),
@@ -77,9 +88,21 @@ def veomni(**given):
         ({f"{REF}__rollout__checkpoint_engine": {"backend": "nccl"}}, ["checkpoint_engine.backend is 'nccl'", "set mux"]),
         ({"trainer__use_v1": False}, ["trainer.use_v1=False starts verl's legacy trainer"]),
         ({"trainer__nnodes": ""}, ["trainer.nnodes is ''; a number of 1 or more is needed"]),
-        ({f"{MODEL}__lora_rank": 8}, ["model.lora_rank=8 needs actor_rollout_ref.model.lora.merge=true"]),
-        ({f"{MODEL}__lora__rank": 8}, ["model.lora.rank=8 needs"]),
-        ({f"{MODEL}__lora_adapter_path": "a"}, ["model.lora_adapter_path=a needs"]),
+        ({f"{MODEL}__lora__rank": 8}, ["model.lora.rank=8: verl's trainer", "reads actor_rollout_ref.model.lora_rank; set that"]),
+        (megatron() | {f"{MODEL}__lora_rank": 8}, ["model.lora_rank=8: verl's", "reads actor_rollout_ref.model.lora.rank; set"]),
+        (megatron(vanilla_mbridge=True) | {f"{MODEL}__lora__rank": 8}, ["model.lora.rank with", "exports adapters; allowed:"]),
+        (
+            {f"{MODEL}__lora_adapter_path": "a"},
+            ["lora_adapter_path=a: verl trains no adapter", "set actor_rollout_ref.model.lora_r"],
+        ),
+        (
+            {f"{MODEL}__lora_rank": 8, "mux__device__sleep_level": 2},
+            ["mux.device.sleep_level=2: an engine that serves an adapter keeps", "or actor_rollout_ref.model.lora.merge=true"],
+        ),
+        (
+            {f"{MODEL}__lora_rank": 8, f"{REF}__rollout__data_parallel_size": 2},
+            ["data_parallel_size=2 is not supported", "SGLang then takes no new adapter"],
+        ),
         ({f"{REF}__actor__strategy": "megatron"}, ["strategy=megatron lacks Megatron's keys", "set model_engine=megatron"]),
         (megatron() | {f"{REF}__actor___target_": "verl.workers.config.FSDPActorConfig"}, ["set model_engine=megatron"]),
         (megatron(dynamic_context_parallel=True), ["megatron.dynamic_context_parallel=True is not supported", "allowed: False"]),
@@ -101,7 +124,11 @@ def test_it_is_refused_by_name(changes, words):
     "changes",
     [
         {"algorithm__filter_groups": {"enable": True, "metric": "reward", "max_num_gen_batches": 10}},
+        own("reward"),
+        own("distillation"),
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
+        {f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_adapter_path": "a"},
+        megatron(vanilla_mbridge=False) | {f"{MODEL}__lora__rank": 8},
         {f"{SGLANG}__speculative_algorithm": "NGRAM"},
         {f"{SGLANG}__json_model_override_args": '{"rope_theta": 10000}'},
         vllm(speculative_config={"method": "ngram"}, kv_cache_dtype="fp8"),

@@ -137,19 +137,20 @@ def streaming(assets, tmp_path_factory) -> Iterator[tuple[Path, subprocess.Popen
 @pytest.fixture(scope="session")
 def controlling(assets, tmp_path_factory) -> Iterator[tuple[Path, dict[str, subprocess.Popen]]]:
     """Two colocated jobs that share the only node, under one coordinator, started and not waited for: all four of their phases
-    take turns. `plain` has nothing switched on. `job` over-samples and generates in segments: a step takes 4 of at least 6 groups
-    under way, in rounds of one segment."""
+    take turns. Both train LoRA: `plain`, whose engine serves the adapter, has nothing else switched on. `job`, for whose rollout
+    it is merged, over-samples and generates in segments: a step takes 4 of at least 6 groups under way, a segment at a time."""
     directory = tmp_path_factory.mktemp("rollout")
+    lora = "actor_rollout_ref.model.lora_rank=4"
     keys = {
-        "plain": ["actor_rollout_ref.rollout.calculate_log_probs=true", "actor_rollout_ref.actor.optim.lr=1e-2"],
+        "plain": [lora, "actor_rollout_ref.rollout.calculate_log_probs=true", "actor_rollout_ref.actor.optim.lr=1e-1"],
         "job": [
             *OVERSAMPLED,
+            lora,
+            "actor_rollout_ref.model.lora.merge=true",
             "mux.profile.texts=0.5",
             f"data.max_response_length={LONGEST}",
             f"mux.rollout.segments.segment_length={SEGMENT}",
             "mux.rollout.segments.treatment=mask",
-            "actor_rollout_ref.model.lora_rank=4",
-            "actor_rollout_ref.model.lora.merge=true",
             f"data.val_max_samples={VALIDATED}",
             f"trainer.test_freq={CONTROLLED_STEPS}",
             f"trainer.save_freq={CONTROLLED_STEPS}",

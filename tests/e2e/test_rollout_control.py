@@ -1,7 +1,7 @@
-"""Two colocated jobs on one node, under one coordinator: four phases that take turns. `plain` has nothing switched on.
+"""Two colocated jobs on one node, under one coordinator: four phases that take turns. Both train LoRA.
 
-`job` has over-sampling and segments: requests are cut off on the engine, go on under newer weights, are trained. LoRA is merged
-for its rollout.
+`plain`'s engine serves the adapter beside base weights of its own. `job` has over-sampling and segments: requests are cut off
+on the engine, go on under newer weights, are trained. LoRA is merged for its rollout.
 """
 
 from __future__ import annotations
@@ -46,9 +46,14 @@ def test_between_its_phases_a_job_holds_nothing(controlled, job):
     assert tiny.held_without_lease(controlled, job) == []
 
 
-def test_its_engine_has_its_trainers_weights_in_every_step(controlled):
+def test_its_engine_has_its_trainers_adapter_in_every_step(controlled):
     metrics = read_run("mux_colocate", 7, controlled / "plain").metrics
     assert scenes.weights_agree([metrics[step] for step in sorted(metrics)], STEPS) == []
+
+
+def test_a_sync_brings_the_adapter_alone_where_the_engine_serves_it(controlled):
+    adapter, whole = ({e["extra"]["bytes"] for e in tiny.events(controlled, job) if e["event"] == events.SYNC} for job in JOBS)
+    assert len(whole) == len(adapter) == 1 and 0 < adapter.pop() < 0.1 * whole.pop()
 
 
 def test_a_colocated_job_takes_turns_with_itself_and_validates_at_the_end(controlled):

@@ -27,10 +27,10 @@ TWO_GPUS = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 ]  # fmt: skip
 LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=true"]
+KINDS = {"merged LoRA": LORA, "LoRA": LORA[:1]}
 REFUSED = {
     "fp8": (["+actor_rollout_ref.rollout.quantization=fp8"], "actor_rollout_ref.rollout.quantization=fp8 is not supported"),
     "megatron": (["actor_rollout_ref.actor.strategy=megatron"], "set model_engine=megatron, which brings them"),
-    "unmerged LoRA": (["actor_rollout_ref.model.lora_rank=8"], "syncs whole weights"),
 }
 
 
@@ -114,10 +114,10 @@ def test_two_jobs_of_two_ranks_each_take_turns_on_two_gpus(start, coordinator, g
     assert scenes.in_turns([grant for grant in coordinator.grants if grant[0] in names]) == []
 
 
-@pytest.mark.parametrize("kind", ["merged LoRA", "mixture of experts"])
+@pytest.mark.parametrize("kind", [*KINDS, "mixture of experts"])
 def test_other_models_are_right(start, assets, tmp_path, kind):
     begin, end = start
-    more = LORA if kind == "merged LoRA" else [f"actor_rollout_ref.model.path={_mixture(assets, tmp_path)}"]
+    more = KINDS.get(kind) or [f"actor_rollout_ref.model.path={_mixture(assets, tmp_path)}"]
     code, steps, log = end(begin(kind.replace(" ", "-"), *more, steps=2))
     assert code == 0, log
     assert scenes.weights_agree(steps, 2) == []

@@ -51,6 +51,14 @@ def composed(tmp_path):
     return write
 
 
+def test_gpus_that_no_lease_covers_are_named(composed, run_main):
+    config = composed("math")
+    with config.open("a") as file:
+        file.write(yaml.dump({"distillation": {"enabled": True, "nnodes": 2, "n_gpus_per_node": 4}}))
+    notes = json.loads(run_main("plan", "--memory", config, "--json")[1])["notes"]
+    assert notes[0] == "math: 8 GPUs of its own for distillation, which no lease covers and no figure here counts"
+
+
 def test_two_jobs_get_one_certificate(composed, run_main):
     code, out, _ = run_main("plan", "--memory", composed("math"), composed("code"), "--json")
     told = json.loads(out)

@@ -53,6 +53,16 @@ def test_level_1_brings_every_parameter_back(model):
     assert contents.lacks() is None
 
 
+def test_slots_of_adapters_come_back_and_other_lists_of_tensors_are_not_looked_at(model):
+    model.lora_a_stacked, model.kv_cache = (torch.randn(4), torch.randn(2)), [torch.randn(1000)]
+    before, contents = [it.clone() for it in model.lora_a_stacked], Contents(model)
+    assert contents.left(1) < 4000 + sum(p.nbytes for p in model.parameters())
+    for slot in model.lora_a_stacked:
+        slot.fill_(7.0)
+    contents.came_back()
+    assert all(map(torch.equal, before, model.lora_a_stacked))
+
+
 def test_level_2_keeps_what_no_sync_sends_and_nothing_else(model):
     scale, codes, contents = model.scale.clone(), model.codes.clone(), Contents(model)
     assert contents.left(2) == model.scale.nbytes + model.codes.nbytes

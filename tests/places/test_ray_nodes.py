@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("verl")
 from verl_mux.errors import UserError
 from verl_mux.places.place import Location, Place, check, is_host, mismatch
-from verl_mux.places.ray_nodes import RayNode, check_cluster, in_rank_order
+from verl_mux.places.ray_nodes import RayNode, check_cluster, check_own, in_rank_order
 
 AT = Location("gpu-07.cluster.example", ("10.0.0.7", "fd00::7"), ("2", "3"))
 
@@ -88,6 +90,19 @@ def test_a_cluster_on_which_ray_would_not_do_as_asked_is_refused(places, gpus, c
     with pytest.raises(UserError) as error:
         check_cluster(places, gpus, cluster)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_gpus_of_ones_own_are_none_that_a_lease_gives_to_others(monkeypatch):
+    both = RayNode("10.0.0.7", 8, {"mux_own": 1, "mux_r0": 1})
+    with pytest.raises(UserError, match="10.0.0.7 offers mux_own and mux_r0, whose GPUs leases cover"):
+        check_own(2, True, [*CLUSTER, both])
+    check_own(2, True, [*CLUSTER, RayNode("10.0.0.7", 2, {"mux_own": 1})])
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr("verl_mux.places.ray_nodes.get_platform", lambda device=device: SimpleNamespace(device_name=device))
+        if device == "cpu":
+            check_own(2, False, CLUSTER[:2])
+    with pytest.raises(UserError, match="gives its nodes no host"):
+        check_own(2, False, CLUSTER[:2])
 
 
 def test_ranks_go_by_addresses_as_texts_and_nodes_without_host_stay_in_the_jobs_order():

@@ -17,6 +17,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 pytest.importorskip("verl")
 pytest.importorskip("ray")
+from verl.trainer.ppo.utils import Role
+
 from tests.trainer.dying_actors import KILLED, MARK
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.client import LocalMux
@@ -291,12 +293,28 @@ def test_without_a_coordinator_ray_is_not_asked(monkeypatch):
 
 
 def test_pools_are_placed_on_the_training_nodes():
-    manager = job_hosts.ResourcePoolManager({"global_pool": [4, 4]}, {"actor": "global_pool"})
-    placed = PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=("t0", "t1"))
+    mapping = {Role.Actor: "global_pool", Role.TeacherModel: "teacher_pool"}
+    manager = job_hosts.ResourcePoolManager({"global_pool": [4, 4], "teacher_pool": [2]}, mapping)
+    left = []
+    placed = PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=("t0", "t1"), before_own=lambda: left.append(1))
     placed._check_resource_available = lambda: None
     placed.create_resource_pool()
-    pool = placed.get_resource_pool("actor")
+    pool = placed.get_resource_pool(Role.Actor)
     assert isinstance(pool, PlacedPool) and pool.store == [4, 4] and pool.max_colocate_count == manager.max_colocate_count
+    assert pool._nodes == ["t0", "t1"] and not left
+    own = placed.get_resource_pool(Role.TeacherModel)
+    assert (own._nodes, own.store, left) == (["own"], [2], [1]), "no lease covers it, and none is held while it starts"
+
+
+def test_gpus_of_its_own_are_counted_before_it_starts(ray_has):
+    config = OmegaConf.merge(CONFIG, {"distillation": {"enabled": True, "nnodes": 1, "n_gpus_per_node": 2}})
+    ray_has(r0=("10.0.0.5", 2), t0=("10.0.0.9", 4), t1=("10.0.0.10", 4))
+    with pytest.raises(
+        UserError, match="asks for 2 GPUs of its own, and Ray has 0: start Ray with --resources='{\"mux_own\": 1}'"
+    ):
+        job_hosts.settle_nodes(client(["r0"], ["t0", "t1"]), config, colocated=False)
+    ray_has(r0=("10.0.0.5", 2), t0=("10.0.0.9", 4), t1=("10.0.0.10", 4), own=("10.0.0.7", 2))
+    assert job_hosts.settle_nodes(client(["r0"], ["t0", "t1"]), config, colocated=False)[0] == ["r0"]
 
 
 @pytest.mark.parametrize(

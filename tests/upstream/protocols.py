@@ -526,6 +526,56 @@ def mbridge_exports_full_tensors_of_its_layers_by_names_that_we_add_to():
     steps_of(LLMBridge.export_weights, asked, '".mlp.experts.linear_fc" in name', 'name.split(".weight")')
 
 
+def an_adapter_that_is_not_merged_is_exported_alone_and_asked_for_by_verls_name():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    steps_of(FSDPEngine.get_per_tensor_param, "base_sync_done=base_sync_done", "peft_config.to_dict()")
+    steps_of(FSDPEngine.__init__, "self._is_lora = self.model_config.lora_rank > 0")
+
+
+def sglang_serves_an_adapter_by_its_name_and_forgets_to_release_it_for_requests_aborted_in_the_queue():
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    steps_of(SGLangHttpServer.generate, "if self.lora_as_adapter:", "generate_request.lora_path = SGLANG_LORA_NAME")
+    steps_of(ModelRunner.initialize, "self.load_model()", "self.init_lora_manager()")
+    steps_of(LoRAManager.load_lora_adapter_from_tensors, "LoRAConfig.from_dict(", "self.load_lora_weights_from_tensors(")
+    assert {"serialized_tensors", "config_dict", "load_format"} <= set(defaults(LoadLoRAAdapterFromTensorsReqInput))
+    steps_of(TokenizerManager._handle_batch_output, "del self.rid_to_state[rid]", "self.lora_registry.release(state.obj.lora_id)")
+    assert "lora_registry" not in inspect.getsource(TokenizerManager._handle_abort_req)
+
+
+def vllm_serves_an_adapter_in_slots_that_lie_with_the_weights():
+    from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.v1.worker.gpu_worker import Worker
+
+    steps_of(vLLMHttpServer.generate, "if self.lora_as_adapter:", "VLLM_LORA_INT_ID in await self.engine.list_loras()")
+    assert VLLM_LORA_INT_ID == 123
+    steps_of(LoRAModelManager.set_adapter_mapping, "self._last_mapping != mapping", "self._last_mapping = mapping")
+    steps_of(BaseLinearLayerWithLoRA.create_lora_weights, "self.lora_a_stacked = tuple(", "self.lora_b_stacked = tuple(")
+    steps_of(Worker.load_model, "_maybe_get_memory_pool_context(", "self.model_runner.load_model(")
+
+
+def a_reward_model_on_its_own_pool_is_started_when_its_pool_is_asked_for_and_sleeps_unless_told_otherwise():
+    from verl.experimental.reward_loop.reward_loop import RewardLoopManager
+    from verl.experimental.reward_loop.reward_model import RewardModelManager
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    steps_of(
+        PPOTrainer._setup,
+        "self.actor_rollout_wg.init_model()", "get_resource_pool(Role.RewardModel)", "RewardLoopManager(",
+        "get_resource_pool(Role.TeacherModel)", "MultiTeacherModelManager(", "self._load_checkpoint()",
+    )  # fmt: skip
+    steps_of(RewardModelManager.__init__, "self._initialize_llm_servers()", "free_cache_engine:", "self.sleep()")
+    steps_of(RewardLoopManager.compute_rm_score, "self.reward_model_manager.wake_up()")
+
+
 PROTOCOLS = {
     name: found
     for name, found in list(globals().items())

@@ -19,13 +19,24 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mux import plugin
-from verl_mux.config.job_checks import MEGATRON, VEOMNI, engine_of, model_config, read_mux, refused, refused_surroundings, untried
+from verl_mux.config.job_checks import (
+    MEGATRON,
+    VEOMNI,
+    engine_of,
+    model_config,
+    own_engines,
+    read_mux,
+    refused,
+    refused_surroundings,
+    serves_adapter,
+    untried,
+)
 from verl_mux.config.schema import MuxConfig, RolloutConfig, leaves
 from verl_mux.errors import UserError
 from verl_mux.places.place import Place
 from verl_mux.platform.choose import cpu_part
 from verl_mux.rollout.control.segments import TIS_THRESHOLD
-from verl_mux.rollout.engine.record import Arguments
+from verl_mux.rollout.engine.record import Arguments, engines
 from verl_mux.worker_settings import KEY, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -38,6 +49,8 @@ def complete(config: DictConfig, mux: MuxConfig, cpu: bool) -> None:
         _imply_memory(config)
         _imply_engine(config, mux)
         _imply_rollout(config, mux.rollout)
+        for role in own_engines(config):  # verl lets a reward model sleep at the start, and on GPUs of its own nothing wakes it
+            role.free_cache_engine = False
         if cpu:
             _imply_cpu(config)
 
@@ -52,7 +65,7 @@ def complete_stock_cpu(config: DictConfig) -> None:
         if config.trainer.v1.trainer_mode == "separate_async" and rollout.checkpoint_engine.backend == "naive":
             rollout.checkpoint_engine.backend = "mux"
         if engine := engine_of(config):
-            _imply_arguments(config, {**engine.arguments, **engine.stock_cpu_arguments})
+            _imply_arguments(rollout, {**engine.arguments, **engine.stock_cpu_arguments})
 
 
 def complete_trigger(config: DictConfig) -> None:
@@ -139,9 +152,12 @@ def _imply_memory(config: DictConfig) -> None:
 
 
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
     if record := engine_of(config):
-        _imply_arguments(config, record.arguments)
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+        _imply_arguments(rollout, record.arguments | (record.lora_arguments if serves_adapter(config) else {}))
+    if serves_adapter(config) and "dummy" in str(rollout.load_format):
+        rollout.load_format = "auto"  # the base weights are those of the model's files
+    engine = rollout.checkpoint_engine
     kwargs = OmegaConf.to_container(engine.get("engine_kwargs") or OmegaConf.create({}))
     kwargs["mux"] = {**msgspec.to_builtins(mux.sync), **kwargs.get("mux", {})}
     engine.engine_kwargs = kwargs
@@ -155,7 +171,8 @@ def _imply_rollout(config: DictConfig, keys: RolloutConfig) -> None:
         if correction.get("rollout_is") is None:  # else the user has asked verl's own rollout correction for something already
             correction.rollout_is, correction.rollout_is_threshold = "token", TIS_THRESHOLD
     if keys.launch_order != "fifo" and (record := engine_of(config)):
-        _imply_arguments(config, record.priority_arguments(_engine_kwargs(config)))
+        rollout = config.actor_rollout_ref.rollout
+        _imply_arguments(rollout, record.priority_arguments(_engine_kwargs(rollout)))
 
 
 def _imply_cpu(config: DictConfig) -> None:
@@ -180,12 +197,14 @@ def _imply_cpu(config: DictConfig) -> None:
         model.override_config = {"attn_implementation": "sdpa", **(model.get("override_config") or {})}
     rollout.enforce_eager = True
     if record := engine_of(config):
-        _imply_arguments(config, record.cpu_arguments)
-    logger.info("no accelerator: %s runs with %s", rollout.name, dict(_engine_kwargs(config)))
+        _imply_arguments(rollout, record.cpu_arguments)
+    logger.info("no accelerator: %s runs with %s", rollout.name, dict(_engine_kwargs(rollout)))
+    for role in own_engines(config):
+        if record := engines().get(str(OmegaConf.select(role, "name"))):
+            _imply_arguments(role, {**record.cpu_arguments, **record.stock_cpu_arguments})
 
 
-def _engine_kwargs(config: DictConfig) -> DictConfig:
-    rollout = config.actor_rollout_ref.rollout
+def _engine_kwargs(rollout: DictConfig) -> DictConfig:
     if not rollout.get("engine_kwargs"):
         rollout.engine_kwargs = {}
     if not rollout.engine_kwargs.get(rollout.name):
@@ -193,9 +212,9 @@ def _engine_kwargs(config: DictConfig) -> DictConfig:
     return rollout.engine_kwargs[rollout.name]
 
 
-def _imply_arguments(config: DictConfig, arguments: Arguments) -> None:
-    """Give the engine these beside the user's own arguments, which win; lists are added to the user's."""
-    given = _engine_kwargs(config)
+def _imply_arguments(rollout: DictConfig, arguments: Arguments) -> None:
+    """Give the engine of this section these beside the user's own arguments, which win; lists are added to the user's."""
+    given = _engine_kwargs(rollout)
     for key, value in arguments.items():
         if isinstance(value, list):
             given[key] = list(dict.fromkeys([*(given.get(key) or []), *value]))

@@ -37,7 +37,7 @@ _MODE = "trainer.v1.trainer_mode"
 _ROOT = "mux.rollout"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "algorithm.filter_groups"
-_ROLES = ("reward.reward_model.enable", "reward.reward_model.enable_resource_pool", "distillation.enabled")
+_REWARD, _TEACHERS = "reward.reward_model", "distillation"
 
 
 def check(config: DictConfig) -> MuxConfig | None:
@@ -63,8 +63,9 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     yield from refused_numbers(config)
     yield from _refused_sizes(config, mode)
     unsupported = f"is not supported by {_MODE}={mode}"
-    # verl keeps these roles awake on GPUs, and no phase of ours covers them.
-    yield from _forbid(config, _ROLES, f"{unsupported}, whose leases do not cover it", "False")
+    if OmegaConf.select(config, key := f"{_REWARD}.enable") and not OmegaConf.select(config, f"{_REWARD}.enable_resource_pool"):
+        own = f"{_REWARD}.enable_resource_pool=True gives it GPUs of its own ({_REWARD}.nnodes, n_gpus_per_node)"
+        yield Refusal(f"{key}=True {unsupported} on the trainer's GPUs, whose leases do not cover it; {own}", key, True)
     yield from _refused_filter(config)
     yield from _refused_memory(config, mode, unsupported)
     backend = f"{_ROLLOUT}.checkpoint_engine.backend"
@@ -204,13 +205,34 @@ def refused_numbers(config: DictConfig) -> Iterator[Refusal]:
     """Each of these that is no whole number of 1 or more, as a shell or a YAML file hands it over: "8", 8.0, null, true, 0. In
     verl's own modes 0 has meanings of its own."""
     mode = str(OmegaConf.select(config, _MODE))
-    needed = (*_GPUS, *_PARALLEL, *(_POOL if mode == "mux_separate" else ())) if mode in MODES else ()
+    pools = (*_GPUS, *_PARALLEL, *(_POOL if mode == "mux_separate" else ()), *(key for keys in own_pools(config) for key in keys))
+    needed = pools if mode in MODES else ()
     for key in (*needed, *_OPTIONAL):
         value, least = OmegaConf.select(config, key), _LEAST.get(key, 1 if mode in MODES else 0)
         if not _is_whole(value, least) and (value is not None or key in needed):
             why = f": {_MODE}={mode} needs a rollout pool" if key in _POOL else ""
             allowed = "whole number" if least < 0 else f"number of {least} or more"
             yield Refusal(f"{key} is {value!r}; a {allowed} is needed{why}", key, value)
+
+
+def own_pools(config: DictConfig) -> list[tuple[str, str]]:
+    """Keys of the nodes and of the GPUs on each, of the roles of a job that stand on GPUs of their own, which no lease covers: a
+    reward model and teachers."""
+    return [(f"{role}.nnodes", f"{role}.n_gpus_per_node") for role in _own_roles(config)]
+
+
+def own_engines(config: DictConfig) -> list[DictConfig]:
+    """verl's rollout sections of these roles' engines."""
+    parts = {
+        _REWARD: lambda it: [it.rollout],
+        _TEACHERS: lambda it: [teacher.inference for teacher in it.teacher_models.values()],
+    }
+    return [engine for role in _own_roles(config) for engine in parts[role](OmegaConf.select(config, role))]
+
+
+def _own_roles(config: DictConfig) -> list[str]:
+    reward = all(OmegaConf.select(config, f"{_REWARD}.{key}") for key in ("enable", "enable_resource_pool"))
+    return [*([_REWARD] if reward else []), *([_TEACHERS] if OmegaConf.select(config, f"{_TEACHERS}.enabled") else [])]
 
 
 def _refused_sizes(config: DictConfig, mode: str) -> Iterator[Refusal]:
@@ -236,6 +258,9 @@ _UNSEEN = "no job has shown that its states leave the device"
 # Of a training engine: keys with which they may not, and the packages that it needs.
 _UNSEEN_KEYS = {MEGATRON: ("dynamic_context_parallel", "use_megatron_fsdp"), VEOMNI: ("enable_fsdp_offload",)}
 _WINDOWS = ("sliding_attention", "chunked_attention")
+_MODEL = "actor_rollout_ref.model"
+# The rank of LoRA adapters, by whether Megatron trains.
+_LORA_RANKS = {False: "lora_rank", True: "lora.rank"}
 # Keys of a model's config that say its file holds quantized weights.
 _QUANTIZED = ("quantization_config", "compression_config")
 
@@ -250,12 +275,8 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         yield from _forbid(config, keys, f"{unsupported}: {_UNSEEN}", "False")
         if strategy == MEGATRON:
             yield from _refused_megatron(config, role, unsupported)
+    yield from _refused_lora(config, unsupported)
     model = "actor_rollout_ref.model"
-    if not OmegaConf.select(config, f"{model}.lora.merge"):
-        for key in (f"{model}.lora_rank", f"{model}.lora.rank", f"{model}.lora_adapter_path"):  # three spellings of one choice
-            if value := OmegaConf.select(config, key):
-                whole = f"{_MODE}={mode} syncs whole weights: {key}={value} needs {model}.lora.merge=true"
-                yield Refusal(whole, key, value)
     yield from _forbid(config, [f"{_ROLLOUT}.quantization"], f"{unsupported}: {NO_SCALES}", "null")
     for key in (f"{model}.mtp", f"{_ROLLOUT}.mtp"):
         if OmegaConf.select(config, f"{key}.enable"):
@@ -266,6 +287,36 @@ def _refused_memory(config: DictConfig, mode: str, unsupported: str) -> Iterator
         for name, why, allowed in engine.refused_arguments(given):
             line = f"{arguments}.{name}={given[name]} {unsupported}: {why}; allowed: {allowed}"
             yield Refusal(line, f"{arguments}.{name}", given[name])
+
+
+def serves_adapter(config: DictConfig) -> bool:
+    """Whether the engine has base weights of its own, and a sync brings the trainer's LoRA adapter alone."""
+    ranks = (OmegaConf.select(config, f"{_MODEL}.{key}") for key in _LORA_RANKS.values())
+    return any(ranks) and not OmegaConf.select(config, f"{_MODEL}.lora.merge")
+
+
+def _refused_lora(config: DictConfig, unsupported: str) -> Iterator[Refusal]:
+    """A rank where the trainer does not look for it, and what an engine that serves an adapter cannot do."""
+    megatron = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") == MEGATRON
+    rank, other = (f"{_MODEL}.{_LORA_RANKS[it]}" for it in (megatron, not megatron))
+    path = f"{_MODEL}.lora_adapter_path"
+    if not OmegaConf.select(config, rank) and (given := OmegaConf.select(config, path)):
+        yield Refusal(f"{path}={given}: verl trains no adapter without a rank; set {rank} to the adapter's", path, given)
+    if not serves_adapter(config):
+        return
+    if not OmegaConf.select(config, rank) and (given := OmegaConf.select(config, other)):
+        yield Refusal(f"{other}={given}: verl's trainer of this strategy reads {rank}; set that", other, given)
+    serves = "an engine that serves an adapter"
+    if str(OmegaConf.select(config, key := "mux.device.sleep_level")) == "2":
+        why = f"{serves} keeps its base weights, which no sync brings; allowed: auto, 1, or {_MODEL}.lora.merge=true"
+        yield Refusal(f"{key}=2: {why}", key, 2)
+    ranks = number(config, key := f"{_ROLLOUT}.data_parallel_size", 1)
+    if ranks > 1 and OmegaConf.select(config, f"{_ROLLOUT}.name") == "sglang":
+        yield Refusal(f"{key}={ranks} {unsupported}: SGLang then takes no new adapter; allowed: 1", key, ranks)
+    vanilla = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
+    if megatron and (cpu_platform_wanted() or OmegaConf.select(config, vanilla)):
+        line = f"{_MODEL}.lora.rank with {vanilla}, which a CPU needs: Megatron-Bridge alone exports adapters"
+        yield Refusal(f"{line}; allowed: {vanilla}=False on a GPU", vanilla, OmegaConf.select(config, vanilla))
 
 
 def _refused_megatron(config: DictConfig, role: str, unsupported: str) -> Iterator[Refusal]:
@@ -419,6 +470,7 @@ _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("algorithm.adv_estimator", ("grpo",), _NONE),
     ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
     (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
+    (f"{_TEACHERS}.enabled", (False,), _NONE),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
     (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),
     (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _NONE),

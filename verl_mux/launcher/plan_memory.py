@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mux.composed_config import at
+from verl_mux.composed_config import at, count
+from verl_mux.config.job_checks import own_pools
 from verl_mux.coordinator.bus.members import names_of_this_host
 from verl_mux.coordinator.config import read_config
 from verl_mux.coordinator.core.settings import Config
@@ -62,7 +63,7 @@ def certificate(
     found = [_job(config, where) for where, config in configs]
     jobs = [job for job, _ in found]
     config = read_config(pools) if pools is not None else None
-    notes: list[str] = []
+    notes = [note for (job, _), (_, given) in zip(found, configs, strict=True) for note in _own_gpus(job.name, given)]
     capacities = {
         (node, side): _capacity(node, side, job, budget, config, notes)
         for job, budget in found
@@ -72,6 +73,12 @@ def certificate(
     measured = _measured(observed, jobs) if observed is not None else {}
     notes += [f"{name}: corrected by what {observed} measured" for name in measured]
     return certify(jobs, capacities, list(dict.fromkeys(notes)), measured)
+
+
+def _own_gpus(job: str, config: dict[str, Any]) -> Iterator[str]:
+    for keys in own_pools(OmegaConf.create({part: config.get(part) for part in ("reward", "distillation")})):
+        role, gpus = keys[0].rpartition(".")[0], math.prod(count(config, key, "for a certificate") for key in keys)
+        yield f"{job}: {gpus} GPUs of its own for {role}, which no lease covers and no figure here counts"
 
 
 def _capacity(node: str, side: str, job: Job, budget: float | None, config: Config | None, notes: list[str]) -> Capacity:

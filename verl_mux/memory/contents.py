@@ -10,6 +10,7 @@ carry a mark. Buffers are SGLang's to stash; of vLLM's models they are kept here
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator
 
 import torch
@@ -76,7 +77,9 @@ class Contents:
         """Attributes of modules with memory of their own."""
         known = {t.untyped_storage().data_ptr() for t in (*self._model.parameters(), *self._model.buffers())}
         for module in self._model.modules():
-            for value in vars(module).values():
+            # vLLM's slots of LoRA adapters are tuples and lists of tensors.
+            held = [it if "lora" in name and isinstance(it, (tuple, list)) else [it] for name, it in vars(module).items()]
+            for value in itertools.chain.from_iterable(held):
                 if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel():
                     start = value.untyped_storage().data_ptr()
                     if start not in known:

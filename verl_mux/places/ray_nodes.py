@@ -84,6 +84,31 @@ def check_cluster(places: Mapping[str, Place], gpus: Mapping[str, int], cluster:
             _check_node(node, places[node], asked, cluster)
 
 
+# In place of a mux node's name: GPUs that no lease covers.
+OWN = "own"
+
+
+def check_own(asked: int, bound: bool, cluster: Sequence[RayNode]) -> None:
+    """Check that a job's reward model and teachers get `asked` GPUs of their own. bound: the job's nodes have hosts. Raises
+    UserError: there are too few, or they might be GPUs that a lease gives to other jobs."""
+    if not bound:
+        if get_platform().device_name != "cpu":
+            raise UserError(
+                "a reward model or teacher has GPUs of its own, but the coordinator's file gives its nodes no host: Ray would "
+                "choose among the GPUs that leases cover. Give each node a `host`"
+            )
+        return
+    offering = [it for it in cluster if it.resources.get(resource_of(OWN))]
+    for it in offering:
+        if shared := [name for name in it.resources if name.startswith(resource_of("")) and name != resource_of(OWN)]:
+            raise UserError(f"the Ray node {it.address} offers {resource_of(OWN)} and {shared[0]}, whose GPUs leases cover")
+    if (found := sum(it.gpus for it in offering)) < asked:
+        raise UserError(
+            f"a reward model or teacher asks for {asked} GPUs of its own, and Ray has {found}: start Ray with {_option(OWN)} on "
+            "GPUs that are no node of the coordinator's file"
+        )
+
+
 def _check_node(node: str, place: Place, asked: int, cluster: Sequence[RayNode]) -> None:
     offering = [it for it in cluster if it.resources.get(resource_of(node))]
     if not offering:

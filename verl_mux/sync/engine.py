@@ -232,6 +232,7 @@ class MuxCheckpointManager(CheckpointEngineManager):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._rollout: RayWorkerGroup | None = None
+        self._lora: dict[str, Any] | None = None
 
     def _workers(self) -> RayWorkerGroup:
         if self._rollout is None:
@@ -239,6 +240,7 @@ class MuxCheckpointManager(CheckpointEngineManager):
             cls = RayClassWithInitArgs(cls=ray.remote(CheckpointEngineWorker))
             self._rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=cls)
             self.build_process_group(self._rollout)
+            self._lora = self.actor_wg.mux_lora()[0]
         return self._rollout
 
     @auto_await
@@ -256,7 +258,7 @@ class MuxCheckpointManager(CheckpointEngineManager):
         """
         rollout = self._workers()
         sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        taking = rollout.update_weights(global_steps=global_steps, token=token, asleep=sorted(asleep))
+        taking = rollout.update_weights(global_steps=global_steps, token=token, asleep=sorted(asleep), lora=self._lora)
         outcomes = await settled([*sending, *taking])
         raise_failure(outcomes)
         return figures(outcomes, self.actor_wg.world_size)

@@ -19,19 +19,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
-from verl.single_controller.ray.base import ResourcePoolManager
+from verl.single_controller.ray.base import RayResourcePool, ResourcePoolManager
+from verl.trainer.ppo.utils import Role
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
+from verl_mux.config.job_checks import own_pools
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import Failure
 from verl_mux.places.place import Location, Place, check, resource_of
-from verl_mux.places.ray_nodes import PlacedPool, check_cluster, in_rank_order, ray_nodes
+from verl_mux.places.ray_nodes import OWN, PlacedPool, check_cluster, check_own, in_rank_order, ray_nodes
 from verl_mux.trainer.phases import Phases
 from verl_mux.worker_settings import WorkerSettings, node_of
 
@@ -67,6 +70,8 @@ def settle_nodes(client: LocalMux, config: DictConfig, colocated: bool) -> tuple
     for node in [] if colocated else rollout:
         asked[node] = asked.get(node, 0) + int(config.actor_rollout_ref.rollout.n_gpus_per_node)
     check_cluster(places, asked, cluster)
+    if own := sum(prod(int(OmegaConf.select(config, key)) for key in keys) for keys in own_pools(config)):
+        check_own(own, any(place.host is not None for place in places.values()), cluster)
     return in_rank_order(rollout, places, cluster), in_rank_order(train, places, cluster), places
 
 
@@ -83,14 +88,24 @@ def checkpoint_to_resume(config: DictConfig) -> str | None:
 
 @dataclass
 class PlacedPools(ResourcePoolManager):
-    """verl's pools of a trainer, each on the training nodes."""
+    """verl's pools of a trainer: the actor's on the training nodes (none: wherever Ray puts it), others on GPUs of their own.
+
+    before_own: called when verl is about to start what runs on those, minutes that need no training node.
+    """
 
     nodes: Sequence[str] = ()
+    before_own: Callable[[], None] = lambda: None
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()
-        for name, gpus in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = PlacedPool(self.nodes, gpus[0], self.max_colocate_count, name)
+        for name, gpus in self.resource_pool_spec.items() if self.nodes else ():
+            nodes = self.nodes if name == self.mapping[Role.Actor] else [OWN] * len(gpus)
+            self.resource_pool_dict[name] = PlacedPool(nodes, gpus[0], self.max_colocate_count, name)
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        if role in (Role.RewardModel, Role.TeacherModel):
+            self.before_own()
+        return super().get_resource_pool(role)
 
 
 def check_ranks(ranks: Sequence[Location], settings: WorkerSettings) -> None:
@@ -107,12 +122,24 @@ class DeadActor(Failure):
     """The cause is Ray's error."""
 
 
-def actors_of_rollout(engines: Any, workers: Sequence[Any], reward_workers: Sequence[Any]) -> dict[str, Any]:
-    """Ray's handles, by the names that users know. engines: MuxLLMServerManager. workers: the agent loop workers."""
+def own_replicas(trainer: Any) -> dict[str, Any]:
+    """verl's replicas of a trainer's reward model and teachers, by the names that users know."""
+    reward = getattr(trainer.reward_loop_manager, "reward_model_manager", None)
+    teachers = getattr(trainer.teacher_model_manager, "teacher_model_managers", {})
+    managers = {"the reward model": reward, **{f"teacher {key}": it for key, it in teachers.items()}}
+    return {f"replica {it.replica_rank} of {who}": it for who, of in managers.items() if of for it in of.rollout_replicas}
+
+
+def actors_of_rollout(
+    engines: Any, workers: Sequence[Any], reward_workers: Sequence[Any], own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Ray's handles, by the names that users know. engines: MuxLLMServerManager. workers: the agent loop workers. own: replicas
+    of other models that a sample needs."""
     named = ray.util.list_named_actors(all_namespaces=True)  # of this job alone: a Ray cluster has one job
     return {
         "the load balancer": engines.global_load_balancer,
         **{f"server {at} of replica {it.replica_rank}": s for it in engines.get_replicas() for at, s in enumerate(it.servers)},
+        **{f"server {at} of {who}": server for who, it in (own or {}).items() for at, server in enumerate(it.servers)},
         **{f"agent loop worker {at}": worker for at, worker in enumerate(workers)},
         **{f"reward worker {at}": worker for at, worker in enumerate(reward_workers)},
         **{it["name"]: ray.get_actor(**it) for it in named if it["name"].startswith("TransferQueue")},

@@ -94,6 +94,7 @@ class PPOTrainerMux(PPOTrainer):
     _enable_hybrid_replicas = False
     _colocated = False
     resource_pool_manager: ResourcePoolManager
+    global_steps = 0  # verl sets it when it looks for a checkpoint
 
     def __init__(self, config: DictConfig) -> None:
         mux = check(config)
@@ -146,9 +147,9 @@ class PPOTrainerMux(PPOTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self.settings.is_bound("train"):
-            theirs = self.resource_pool_manager
-            self.resource_pool_manager = PlacedPools(theirs.resource_pool_spec, theirs.mapping, nodes=self.settings.train_nodes)
+        nodes = self.settings.train_nodes if self.settings.is_bound("train") else ()
+        theirs, leave = self.resource_pool_manager, self._leave_train_nodes
+        self.resource_pool_manager = PlacedPools(theirs.resource_pool_spec, theirs.mapping, nodes=nodes, before_own=leave)
         for role in (Role.Actor, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(MuxActorWorker)
@@ -178,8 +179,7 @@ class PPOTrainerMux(PPOTrainer):
 
         self.phases.mux.note("starting workers")
         super()._setup()
-        self.sleep_states()
-        self.phases.end()
+        self._leave_train_nodes()
         self.phases.mux.note("starting engines")
         pool = self.resource_pool_manager.get_resource_pool(Role.Actor) if self._colocated else None
         self.rollout_server_manager = MuxLLMServerManager.create(
@@ -199,6 +199,11 @@ class PPOTrainerMux(PPOTrainer):
         ranks = [process for group in self.train_groups() for _, process in group.mux_where()]
         # All that hold device memory; a process has a rank of each group.
         self.phases.mux.members(list(dict.fromkeys([*ranks, *self.rollout_server_manager.each("processes", None)])))
+
+    def _leave_train_nodes(self) -> None:
+        if self.phases.lease is not None:
+            self.sleep_states()
+            self.phases.end()
 
     def get_llm_client(self):
         from verl_mux.rollout.worker.server_client import MuxServerClient
@@ -220,7 +225,9 @@ class PPOTrainerMux(PPOTrainer):
         with self._leaving_on_failure():
             self.agent_loop_manager = agent_loop_manager
             workers = agent_loop_manager.agent_loop_workers
-            actors = job_hosts.actors_of_rollout(self.rollout_server_manager, workers, self.get_reward_handles() or [])
+            actors = job_hosts.actors_of_rollout(
+                self.rollout_server_manager, workers, self.get_reward_handles() or [], job_hosts.own_replicas(self)
+            )
             end = functools.partial(job_hosts.end_process, self.phases)
             with self._make_moves(workers) as self.moves, job_hosts.ActorWatch(actors, end) as self.watch:
                 self._start_rollout(workers)
@@ -366,6 +373,9 @@ class PPOTrainerMux(PPOTrainer):
         self.leaving.saved = self.global_steps
 
     def _load_checkpoint(self) -> None:
+        if self.settings.resume and self.phases.lease is None:  # what has GPUs of its own has started meanwhile
+            self.phases.begin("init", step=0, nodes=self.settings.train_nodes)
+            self.wake_states()
         super()._load_checkpoint()
         if self.global_steps:
             trainer = self.config.trainer

@@ -9,6 +9,7 @@ trains (states on the device) --sleep--> host copy only --wake--> trains
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -218,6 +219,8 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         # Of an engine without plain row shards: this rank's stripes of the weights, made when it went to sleep.
         self._exported: list[Range] | None = None
         self._arena = Arena("exported weights", _ADDED)
+        # What peft says of the LoRA adapter that they are; None: they are the whole model.
+        self._lora: dict[str, Any] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mux_sleep(self) -> Moves:
@@ -229,6 +232,11 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         moves = super().mux_wake(token)
         self._exported = None
         return moves
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mux_lora(self) -> dict[str, Any] | None:
+        """peft's config, as plain data, of the LoRA adapter that a sync brings; None: it brings whole weights. After a sleep."""
+        return self._lora
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -250,7 +258,10 @@ class MuxActorWorker(_Multiplexed, ActorRolloutRefWorker):
         differs = getattr(engine, "_qat_enabled", False) or engine.engine_config.strategy == VEOMNI  # from what engines load
         if are_row_shards(engine.module, quantized=differs):
             return {}
-        weights, _ = engine.get_per_tensor_param()
+        # Of LoRA that is not merged, the adapter alone: engines have the base weights from the model's files.
+        layered = bool(self.config.rollout.get("layered_summon"))
+        weights, lora = engine.get_per_tensor_param(layered_summon=layered, base_sync_done=True)
+        self._lora = json.loads(json.dumps(lora, default=sorted))  # what is no JSON in it are sets of names
         dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
         kept = self._arena
         copies = stripes(weights, self.rank, self.world_size, dtype, lambda name, part: kept.hold({name: part})[name])

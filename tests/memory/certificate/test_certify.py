@@ -224,6 +224,17 @@ def test_adapters_are_what_is_trained():
     assert phase.bytes["weights"] > 4 * 7_615_616_512 // 8
 
 
+def test_a_sync_brings_an_adapter_that_is_not_merged_alone_and_its_base_weights_sleep_on_the_host():
+    merged, alone = (read_job(verl(model={"lora_rank": 16, "lora": {"merge": it}}), QWEN25_7B) for it in (True, False))
+    adapter = alone.model.lora(16)
+    on_host, before = (certificate(job).hosts["r0"].bytes for job in (alone, merged))
+    assert on_host["synced"] == 2 * adapter and before["synced"] == 2 * 7_615_616_512
+    assert certificate(alone).hosts["t0"].bytes["exported"] == 2 * adapter
+    slots = device.weights(alone) - device.weights(merged)
+    assert slots == 2 * 2 * -(-adapter // alone.engine.tensor)
+    assert on_host["kept"] - before["kept"] == slots * alone.engine.gpus_per_node and before["kept"] > 0
+
+
 @pytest.mark.parametrize(
     ("actor", "rollout", "words"),
     [

@@ -165,8 +165,8 @@ class TestInitGate:
 def worker_of(replica, calls):
     """A rollout worker whose checkpoint engine receives three batches, and whose engine notes what it loads."""
 
-    async def load(adapter, batches, version):
-        calls.append(([batch async for batch in batches], version))
+    async def load(adapter, batches, version, lora):
+        calls.append(([batch async for batch in batches], version, lora))
 
     async def receive(version, nbytes):
         for at in range(3):
@@ -180,7 +180,7 @@ def worker_of(replica, calls):
 
 
 def synced(version):
-    return ([Batch(version, 256, at, at + 1) for at in range(3)], version)
+    return ([Batch(version, 256, at, at + 1) for at in range(3)], version, None)
 
 
 def test_a_sync_goes_to_the_engine_by_batches_under_the_newest_lease():
@@ -202,5 +202,9 @@ def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_leas
     for _ in range(2):  # it may sleep and come back within a rollout
         asyncio.run(worker.load_synced(3, token=5))
     assert calls == [synced(3)] * 2
+    asyncio.run(worker.update_weights(4, token=5, asleep=[1], lora={"r": 4}))
+    asyncio.run(worker.load_synced(4, token=6))
+    (received, *_), *rest = calls.pop()
+    assert received[1] > 1 << 60 and rest == [4, {"r": 4}], "an engine takes an adapter whole"
     with pytest.raises(Fenced):
         asyncio.run(worker.load_synced(3, token=4))

@@ -159,14 +159,14 @@ def host_states(job: Job, side: str) -> dict[str, int]:
     """What sleeps in host memory on each node of a side, "rollout" or "train", by kind."""
     engine, training = job.engine, job.training
     if side == "rollout":
-        synced = {"synced": job.model.total * engine.bytes}  # the region from which its workers load
+        synced = {"synced": (job.adapter or job.model.total) * engine.bytes}  # the region from which its workers load
         return synced | ({"kept": device.weights(job) * engine.gpus_per_node} if engine.keeps_weights else {})
     states = device.train(job, 0)
     # Each replica of the shards (HSDP) has a copy of its own.
     kinds = {"parameters": states["weights"] * training.gpus_per_node, "optimizer": states["optimizer"] * training.gpus_per_node}
     # What is not sent from the shards is exported before they sleep.
     if training.lora or job.model.experts or training.megatron is not None:
-        kinds["exported"] = job.model.total * engine.bytes // training.nodes
+        kinds["exported"] = (job.adapter or job.model.total) * engine.bytes // training.nodes
     return kinds
 
 

@@ -10,6 +10,8 @@ from verl_mux.memory.certificate.job import Job
 _ADAM_BYTES = 8
 # Megatron: a parameter in bf16, its gradient in fp32, and what its distributed optimizer has: an fp32 copy and both moments.
 _MEGATRON_WEIGHT, _MEGATRON_GRADIENT, _MEGATRON_STATES = 2, 4, 4 + _ADAM_BYTES
+# Slots of adapters: SGLang's by its record; vLLM has one.
+_SLOTS = 2
 # Rotary tables are fp32 or the engine's type; one for all layers.
 _TABLE_BYTES = 4
 # Of hidden states, queries, keys, values and the MLP's two wide ones, in the computing type; plus the sampled logits in fp32,
@@ -18,9 +20,9 @@ _LOGIT_COPIES = 2
 
 
 def weights(job: Job) -> int:
-    """Of the engine on its fullest GPU, rotary table included."""
+    """Of the engine on its fullest GPU, rotary table and slots of adapters included."""
     it, model = job.engine, job.model
-    count = model.on_gpu(it.tensor, it.tensor * it.data, it.pipeline)
+    count = model.on_gpu(it.tensor, it.tensor * it.data, it.pipeline) + _SLOTS * -(-job.adapter // (it.tensor * it.pipeline))
     return count * it.bytes + model.positions * model.head_dim * _TABLE_BYTES
 
 

@@ -68,7 +68,8 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer. shards: ranks that states are split over (FSDP; fsdp_size). gathered_bytes: of a parameter while a layer
-    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained. megatron: None: FSDP."""
+    computes. tokens: of a micro-batch on one GPU. lora: rank of adapters, 0: all parameters are trained; merged: into the weights
+    that a sync brings. megatron: None: FSDP."""
 
     nodes: int
     gpus_per_node: int
@@ -81,6 +82,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     reference: bool
     critic: bool
     lora: int
+    merged: bool = True
     megatron: Parallel | None = None
 
     @property
@@ -99,6 +101,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     train_nodes: tuple[str, ...]
     colocated: bool
     charges: Charges
+
+    @property
+    def adapter(self) -> int:
+        """Parameters of the LoRA adapter that engines serve; 0: they have weights alone, which syncs bring."""
+        return 0 if self.training.merged else self.model.lora(self.training.lora)
 
 
 def read_job(config: Mapping[str, Any], model: Mapping[str, Any]) -> Job:
@@ -211,6 +218,7 @@ def _training(config: Mapping[str, Any], job: str) -> Training:
         reference=bool(at(config, f"{_ACTOR}.use_kl_loss") or at(config, "algorithm.use_kl_in_reward")),
         critic=at(config, "algorithm.adv_estimator") == "gae",
         lora=next((_count(config, key) for key in (f"{model}.lora.rank", f"{model}.lora_rank") if at(config, key)), 0),
+        merged=bool(at(config, f"{model}.lora.merge")),
         megatron=megatron,
     )
 

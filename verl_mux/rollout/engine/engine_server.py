@@ -128,11 +128,12 @@ class EngineServer(_Base, metaclass=ABCMeta):
     async def sleep(self, tags: list[str] | None = None, level: int = 2) -> tuple[str, Moves]:
         """Give device memory back. Idempotent. Returns this server's node, and what moved there.
 
-        level: 1 keeps the weights on the host, 2 drops them. Raises RuntimeError where the memory does not become free.
+        level: 1 keeps the weights on the host, 2 drops them; of an engine that serves an adapter always 1, since a sync brings no
+        base weights. Raises RuntimeError where the memory does not become free.
         """
         if tags is None:
             self._passage.fence.shut()
-        return self._node(), await self._move("sleep", list(tags or TAGS), level)
+        return self._node(), await self._move("sleep", list(tags or TAGS), 1 if self.lora_as_adapter else level)
 
     async def wake_up(self, tags: list[str] | None = None, token: int | None = None) -> tuple[str, Moves]:
         """Take device memory again, weights before KV cache; their contents come from the host after a sleep at level 1, after

@@ -34,10 +34,12 @@ class EngineRecord:
     seed: a request's seed among its sampling parameters.
     server: dotted name of our subclass of verl's server of this engine, see below.
     scheduler_title: what the command lines of its schedulers begin with.
-    load_weights: dotted name of `async (adapter, batches of a sync, version)`, which loads them into the engine.
+    load_weights: dotted name of `async (adapter, batches of a sync, version, lora)`, which loads them into the engine; `lora`:
+        peft's config where they are a LoRA adapter, in one batch, else None.
     adapter: dotted name of what a rollout worker makes, of (rollout config, replica's rank), for that; None: verl's own adapter.
     cache_tokens, cache_bytes: its argument that fixes the size of the KV cache, in one or the other; "": it has none.
     arguments: of every engine of ours; a list is added to the user's.
+    lora_arguments: where it serves the trainer's LoRA adapter.
     priority_arguments: where requests have priorities, by the arguments given; none where those forbid it.
     prefill_graphs: whether, by the arguments given, it captures graphs of prefills that stay on the GPU while it sleeps.
     refused_arguments: (name, why, what is allowed) of each of the arguments given that loses weights or keeps memory asleep.
@@ -66,6 +68,7 @@ class EngineRecord:
     cache_tokens: str = ""
     cache_bytes: str = ""
     arguments: Arguments = field(default_factory=dict)
+    lora_arguments: Arguments = field(default_factory=dict)
     priority_arguments: Callable[[Arguments], Arguments] = lambda given: {}
     prefill_graphs: Callable[[Arguments], bool] = lambda given: False
     refused_arguments: Callable[[Arguments], Iterable[tuple[str, str, str]]] = lambda given: ()

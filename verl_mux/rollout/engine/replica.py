@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pkgutil
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,29 +62,38 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
         settings.device.announce(settings.job, node_of(settings.rollout_nodes, place % places, places), place % per_node)
         charge(settings.device.charges.worker())
         self._synced: list[Batch] = []
+        self._lora: dict[str, Any] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(
-        self, global_steps: int | None = None, token: int | None = None, asleep: Sequence[int] = ()
+        self,
+        global_steps: int | None = None,
+        token: int | None = None,
+        asleep: Sequence[int] = (),
+        lora: dict[str, Any] | None = None,
     ) -> dict[str, float]:
         """In the place of verl's, which hands tensors over on the device; into an engine's memory, so only under the newest lease
         (`token`). Returns the checkpoint engine's figures.
 
         asleep: replicas whose engines have no memory now. Their workers receive all the same, and their engines map and pin what
         lies in the memory of their hosts: it is there for `load_synced`.
+        lora: peft's config of the adapter that arrives, which an engine takes in one piece; None: the whole model arrives.
 
         Raises Fenced, SyncError.
         """
-        batches = self._noting(self.checkpoint_engine.receive_batches(global_steps, self._batch_bytes))
+        self._lora = lora
+        most = self._batch_bytes if lora is None else sys.maxsize
+        batches = self._noting(self.checkpoint_engine.receive_batches(global_steps, most))
         if self._replica in asleep:
             async for _ in batches:
                 pass
-            shown = [replace(batch, last=batch.first) for batch in self._synced[:1]]
-            await self._load(self.server_adapter, _given(shown), None)
+            if lora is None:
+                shown = [replace(batch, last=batch.first) for batch in self._synced[:1]]
+                await self._load(self.server_adapter, _given(shown), None, None)
             return self.checkpoint_engine.figures
         if token is not None:
             self._fence.enter(token)
-        await self._load(self.server_adapter, batches, global_steps)
+        await self._load(self.server_adapter, batches, global_steps, lora)
         return self.checkpoint_engine.figures
 
     async def _noting(self, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
@@ -97,7 +107,7 @@ class MuxCheckpointEngineWorker(CheckpointEngineWorker):
     async def load_synced(self, global_steps: int, token: int) -> None:
         """The weights of the last sync, of this version, into an engine that slept meanwhile. Raises Fenced, SyncError."""
         self._fence.enter(token)
-        await self._load(self.server_adapter, _given(self._synced), global_steps)
+        await self._load(self.server_adapter, _given(self._synced), global_steps, self._lora)
 
     async def mux_where(self) -> tuple[Location, Member]:
         """Where this worker runs, and as which process."""

@@ -16,14 +16,19 @@ def manager():
     """Answers each request with the finish reason that it names, and as SGLang does keeps the names of those that it aborted."""
 
     async def generate_request(request, _=None):
-        made.rid_to_state[request.rid] = request
+        made.rid_to_state[request.rid] = SimpleNamespace(obj=request)
         yield {"meta_info": {"id": request.rid, "finish_reason": {"type": request.finish}, "cached_tokens": 3}}
 
     async def handle(received):
         pass
 
+    async def release(adapter):
+        made.released.append(adapter)
+
     made = SimpleNamespace(
         rid_to_state={},
+        released=[],
+        lora_registry=SimpleNamespace(release=release),
         generate_request=generate_request,
         _handle_batch_output=handle,
         server_args=SimpleNamespace(enable_priority_scheduling=True),
@@ -33,7 +38,7 @@ def manager():
 
 
 def ask(manager, finish, higher=0):
-    request = SimpleNamespace(rid="r", finish=finish)
+    request = SimpleNamespace(rid="r", finish=finish, lora_id="of v3")
 
     async def once():
         with priority(higher) as answer:
@@ -52,6 +57,7 @@ def test_a_request_has_the_priority_of_its_block_and_its_answer_is_told(manager)
 def test_a_request_that_was_aborted_may_come_again_under_its_name(manager, finish, is_kept):
     ask(manager, finish)
     assert ("r" in manager.rid_to_state) is is_kept
+    assert manager.released == ([] if is_kept else ["of v3"]), "else its adapter could never go"
 
 
 class Scheduler:

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("sglang")
 from verl_mux.rollout.engine import region_weights
 from verl_mux.rollout.engine.region_weights import Mapped, Place
-from verl_mux.rollout.engine.sglang import sglang_weights
+from verl_mux.rollout.engine.sglang import scheduler_lora, sglang_weights
 from verl_mux.rollout.engine.sglang.sglang_weights import LOADER
 from verl_mux.sync.engine import Batch
 from verl_mux.sync.export import as_bytes
@@ -105,7 +105,7 @@ def loaded(monkeypatch, ranks: list[Rank]) -> list[Rank]:
 
     def run(at: int) -> None:
         try:
-            asyncio.run(sglang_weights.load(ranks[at], ranks[at].batches(at), 7))
+            asyncio.run(sglang_weights.load(ranks[at], ranks[at].batches(at), 7, None))
         except Exception as error:
             ranks[at].error = error
 
@@ -216,6 +216,22 @@ def test_a_model_loads_tensors_that_lie_in_the_region(mapping, region):
     assert all(model.loaded[name].equal(tensor) and model.loaded[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items())
     start = torch.frombuffer(mapping._region.view, dtype=torch.uint8).data_ptr()
     assert all(start <= address < start + region[0].nbytes for address in model.addresses), "a copy was made on the way"
+
+
+def test_an_adapter_is_the_trainers_to_the_bit_and_outlives_the_region(mapping, region):
+    layout, loaded = _layout(WEIGHTS), {}
+    at = Place(os.getpid(), region[0].fd, region[0].nbytes)
+    runner = SimpleNamespace(load_lora_adapter_from_tensors=lambda ref, tensors, config: loaded.update(tensors, config=config))
+    asked = SimpleNamespace(
+        load_format=scheduler_lora.LORA_FORMAT, config_dict={"r": 4}, to_ref=lambda: "ref",
+        serialized_tensors=msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode(),
+    )  # fmt: skip
+    scheduler_lora.load(None, SimpleNamespace(model_runner=runner), asked)
+    region[0].view[:] = bytes(region[0].nbytes)  # the next sync's
+    assert loaded.pop("config") == {"r": 4} and loaded.keys() == WEIGHTS.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in WEIGHTS.items())
+    asked.load_format = None
+    assert scheduler_lora.load(lambda *given: given, "worker", asked) == ("worker", asked), "another client's"
 
 
 def test_the_next_sync_finds_the_memory_mapped_and_what_is_new_in_it(mapping, region):

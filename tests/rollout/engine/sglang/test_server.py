@@ -78,6 +78,7 @@ def make(engine, monkeypatch, tmp_path):
     def stock(self, config, gpus):
         self.config, self.replica_world_size, self.base_gpu_id = config, gpus, 0
         self.replica_rank = self.node_rank = 0
+        self.model_config = SimpleNamespace(lora_rank=0, lora={})
         self.nnodes, self.global_steps, self.tokenizer_manager = 1, None, None
 
     async def started(self):
@@ -148,6 +149,17 @@ def test_a_server_that_sleeps_wakes_under_a_newer_lease_alone(make, engine):
         with pytest.raises(Fenced):
             wake(it, token=token)
     assert it._states.state is SleepState.ASLEEP_2 and wake(it, token=4)
+
+
+def test_base_weights_that_no_sync_brings_stay_on_the_host(make, engine):
+    it = make()
+    it.model_config.lora_rank = 8
+    sleep(it, level=2)
+    assert engine.asked[-1] == ("sleep", ["weights"], 1) and it._states.level == 1
+    it.model_config.lora["merge"] = True
+    it._states.state = SleepState.ACTIVE
+    sleep(it, level=2)
+    assert it._states.level == 2
 
 
 @pytest.mark.parametrize("level", [1, 2])

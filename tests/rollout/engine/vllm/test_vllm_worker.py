@@ -45,7 +45,10 @@ class Stock:
     def load_model(self) -> None:
         self._do("load_model")
         with self._maybe_get_memory_pool_context("weights"):
-            self.model_runner = SimpleNamespace(model=Model(), post_kv_cache_wake_up=lambda: self._do("post wake"))
+            adapters = SimpleNamespace(_adapter_manager=SimpleNamespace(_last_mapping="of the last batch"))
+            self.model_runner = SimpleNamespace(
+                model=Model(), post_kv_cache_wake_up=lambda: self._do("post wake"), lora_config=None, lora_manager=adapters
+            )
 
     def determine_available_memory(self) -> int:
         self._do("profile")
@@ -186,6 +189,20 @@ def test_a_rank_takes_what_lies_at_its_own_worker_out_of_a_batch_and_nothing_out
     found.clear()
     rank.mux_load("body")
     assert asked[2:] == [("body", 3, "model")]
+    found.append(("a", 1))
+    asked.clear()
+    rank.remove_lora = lambda number: asked.append(number)
+    rank.mux_load("body", {"r": 4})
+    assert asked == [123, ("body", 3, "model"), ([("a", 1)], {"r": 4}, True)], "the last adapter goes first"
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_which_requests_use_the_adapter_is_said_again_after_a_sleep(rank, serves):
+    rank.launch()
+    rank.model_runner.lora_config = serves
+    rank.sleep(level=1)
+    rank.wake_up()
+    assert (rank.model_runner.lora_manager._adapter_manager._last_mapping is None) is serves
 
 
 # ---------------------------------------------------------------- CUDA: vLLM's allocator and its driver calls stand in

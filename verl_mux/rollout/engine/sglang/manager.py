@@ -19,6 +19,7 @@ import torch
 
 from verl_mux.rollout.engine.serving import EngineFailed, Refused, StallWatch
 from verl_mux.rollout.engine.sglang.scheduler_log import TIMES
+from verl_mux.rollout.engine.sglang.scheduler_lora import LORA_FORMAT
 from verl_mux.rollout.engine.sglang.scheduler_memory import REPORT, Answer, Ask
 
 # What the event log has of a stay: the scheduler's times, then what SGLang's answer has (our key -> SGLang's).
@@ -71,8 +72,11 @@ def install(manager: Any, stalls: StallWatch) -> None:
                 call.answer.update({ours: meta.get(theirs) for ours, theirs in OF_ANSWER.items()})
                 call.answer.update(times.pop(str(meta.get("id")), {}))
             if (meta.get("finish_reason") or {}).get("type") == "abort":
-                # SGLang keeps the name of a request that was aborted in its queue, and refuses it when it comes again.
-                manager.rid_to_state.pop(meta.get("id"), None)
+                # SGLang keeps the name of a request that was aborted in its queue, and refuses it when it comes again; and it
+                # counts the request among those that use their adapter, which it then never lets go.
+                kept = manager.rid_to_state.pop(meta.get("id"), None)
+                if kept is not None and kept.obj.lora_id:
+                    await manager.lora_registry.release(kept.obj.lora_id)
             yield output
 
     async def with_times(received):
@@ -149,3 +153,20 @@ async def move(manager: Any, verb: str, tags: list[str], level: int, wait_s: flo
         if not any(answer.busy for answer in answers) or time.monotonic() > busy_since + _BUSY_S:
             raise Refused("; ".join(dict.fromkeys(errors)))
         await asyncio.sleep(_BUSY_AGAIN_S)
+
+
+async def load_lora(manager: Any, body: str, lora: dict[str, Any]) -> None:
+    """Serve the adapter that lies where `body` says (scheduler_lora.py) in the place of the last one. Raises EngineFailed."""
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
+    from verl.workers.rollout.sglang_rollout.utils import SGLANG_LORA_NAME as NAME
+
+    try:
+        if NAME in manager.lora_registry.get_all_adapters():
+            await asyncio.wait_for(manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(NAME)), _BUSY_S)
+    except asyncio.TimeoutError:
+        raise EngineFailed(f"requests use the last adapter for more than {_BUSY_S:g} s") from None
+    loaded = await manager.load_lora_adapter_from_tensors(
+        LoadLoRAAdapterFromTensorsReqInput(NAME, lora, serialized_tensors=body, load_format=LORA_FORMAT)
+    )
+    if not loaded.success:
+        raise EngineFailed(f"the adapter could not be loaded: {loaded.error_message}")

@@ -24,7 +24,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from verl_mux.rollout.engine.sglang import scheduler_log, scheduler_memory
+    from verl_mux.rollout.engine.sglang import scheduler_log, scheduler_lora, scheduler_memory
 
     saver = "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create"
     HookRegistry.register(saver, scheduler_memory.create_adapter, HookType.AROUND)
@@ -35,6 +35,7 @@ def register() -> None:
             )
         return
     scheduler_memory.register(HookRegistry, HookType)
+    scheduler_lora.register(HookRegistry, HookType)
     scheduler_log.register(HookRegistry, HookType)
     if os.environ.get(SEEDED_VARIABLE) == "1":
         cpu_part("seeded_sampling")(HookRegistry, HookType)

@@ -57,6 +57,10 @@ class MuxSGLangHttpServer(EngineServer, SGLangHttpServer):
         tags = [tag, CUDA_GRAPH] if tag == WEIGHTS and self._sleeping_graphs else [tag]
         await manager.move(self.tokenizer_manager, verb, tags, level, self._settings.device.wake_wait_s)
 
+    async def mux_load_lora(self, body: str, lora: dict[str, Any]) -> None:
+        """The adapter of a sync, which lies where `body` says. Raises EngineFailed."""
+        await manager.load_lora(self.tokenizer_manager, body, lora)
+
     def _call(self, priority: int):
         return manager.priority(priority)
 

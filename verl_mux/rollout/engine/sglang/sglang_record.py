@@ -52,6 +52,14 @@ SYMBOLS = (
     Symbol("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output", "wrapped: a request's times"),
     Symbol("sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqInput", "sleep"),
     Symbol("sglang.srt.managers.io_struct.ResumeMemoryOccupationReqInput", "wake"),
+    Symbol("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", "hooked: an adapter's slots sleep"),
+    Symbol("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", "hooked: where an adapter lies"),
+    Symbol("sglang.srt.model_executor.model_runner.ModelRunner.load_lora_adapter_from_tensors", "loads an adapter"),
+    Symbol("sglang.srt.managers.tokenizer_manager.TokenizerManager.load_lora_adapter_from_tensors", "a new adapter"),
+    Symbol("sglang.srt.managers.tokenizer_manager.TokenizerManager.unload_lora_adapter", "the last adapter goes"),
+    Symbol("sglang.srt.lora.lora_registry.LoRARegistry.release", "of a request that was aborted in the queue"),
+    Symbol("sglang.srt.lora.lora_registry.LoRARegistry.get_all_adapters", "is an adapter loaded"),
+    Symbol(f"{_SERVER}.utils.SGLANG_LORA_NAME", "by which verl's requests ask for the adapter"),
     Symbol("sglang.srt.managers.io_struct.UpdateWeightFromDiskReqInput", "weights on CPU, from shared memory"),
 )
 
@@ -108,6 +116,8 @@ RECORD = EngineRecord(
         "disable_piecewise_cuda_graph": True,
         "custom_weight_loader": ["verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"],
     },
+    # Slots of adapters on the GPU, of which SGLang has eight by default: the trainer's, and none's.
+    lora_arguments={"max_loras_per_batch": 2},
     priority_arguments=priority_arguments,
     prefill_graphs=prefill_graphs,
     refused_arguments=refused_arguments,
@@ -117,6 +127,7 @@ RECORD = EngineRecord(
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
+        "lora_backend": "torch_native",
         "disable_overlap_schedule": True,
     },
     stock_cpu_arguments={"enable_memory_saver": False},

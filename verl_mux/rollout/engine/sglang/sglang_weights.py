@@ -25,17 +25,19 @@ _WITHIN_S = 600.0
 LOADER = "verl_mux.rollout.engine.sglang.sglang_weights.load_in_engine"
 
 
-async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
+async def load(adapter: Any, batches: AsyncGenerator[Batch, None], global_steps: int | None, lora: dict[str, Any] | None) -> None:
     """Load all of `batches` into the engine of verl's `adapter` and note their version (None: none of it is loaded, see
-    region_weights.py). Raises SyncError."""
+    region_weights.py); as the record says. Raises SyncError."""
     await adapter._init_server_adapter()
     engine = adapter._engine
 
-    async def hand(batch: Batch, places: list[Place]) -> None:
+    async def hand(batch: Batch, places: list[Place]) -> Any:
+        if lora is not None:  # not by verl's request, whose fields are those of another version of SGLang
+            return await adapter.server_actor.mux_load_lora.remote(region_weights.body(batch, places), lora)
         asked = request(batch, places)
         bodies = [base64.b64encode(body).decode() for body in asked.serialized_named_tensors]
         fields = {"serialized_named_tensors": bodies, "load_format": asked.load_format, "flush_cache": asked.flush_cache}
-        await engine._make_async_request("update_weights_from_tensor", fields, timeout=_WITHIN_S)
+        return await engine._make_async_request("update_weights_from_tensor", fields, timeout=_WITHIN_S)
 
     await region_weights.load(batches, adapter.device_mesh["infer_tp"].get_group(), None if engine is None else hand)
     if engine is not None and global_steps is not None:

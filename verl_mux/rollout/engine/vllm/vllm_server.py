@@ -114,13 +114,14 @@ class MuxVllmHttpServer(EngineServer, vLLMHttpServer):
         except Exception as error:
             raise EngineFailed(f"{method} failed: {error}") from error
 
-    async def mux_load(self, body: str) -> None:
-        """A batch of a sync, which lies where `body` says. Raises EngineFailed: it could not be loaded."""
-        await self._ask("mux_load", body)
+    async def mux_load(self, body: str, lora: dict[str, Any] | None = None) -> None:
+        """A batch of a sync, which lies where `body` says; `lora`: it is an adapter of this config. Raises EngineFailed."""
+        await self._ask("mux_load", body, lora)
 
-    async def mux_loaded(self, version: int | None) -> None:
-        """All batches of a sync are in; the weights are of this version."""
-        await self._ask("mux_loaded")
+    async def mux_loaded(self, version: int | None, whole: bool = True) -> None:
+        """All batches of a sync are in; the weights, the whole model's or an adapter's, are of this version."""
+        if whole:
+            await self._ask("mux_loaded")
         await self.clear_kv_cache()
         if version is not None:
             await self.set_global_steps(version)

@@ -31,15 +31,17 @@ class Adapter:
         return ray.get_actor(self._name) if self.is_leader_rank else None
 
 
-async def load(adapter: Adapter, batches: AsyncGenerator[Batch, None], global_steps: int | None) -> None:
+async def load(
+    adapter: Adapter, batches: AsyncGenerator[Batch, None], global_steps: int | None, lora: dict[str, Any] | None
+) -> None:
     """Load all of `batches` into the engine of `adapter` and note their version (None: none of it is loaded, see
-    region_weights.py). Raises SyncError."""
+    region_weights.py); as the record says. Raises SyncError."""
     server = adapter.server()
 
     async def hand(batch: Batch, places: list[Place]) -> None:
-        await server.mux_load.remote(region_weights.body(batch, places))
+        await server.mux_load.remote(region_weights.body(batch, places), lora)
 
     # verl makes one process group of a replica's rollout workers.
     await region_weights.load(batches, torch.distributed.group.WORLD, None if server is None else hand)
     if server is not None and global_steps is not None:
-        await server.mux_loaded.remote(global_steps)
+        await server.mux_loaded.remote(global_steps, lora is None)

@@ -151,6 +151,8 @@ class TaggedWorker(_Base):
             return f"no room to wake: {full}"
         if tag == WEIGHTS:
             self._whole().came_back()
+            if self.model_runner.lora_config:  # which requests use an adapter lay in the memory that went
+                self.model_runner.lora_manager._adapter_manager._last_mapping = None
         elif lack := self._whole().lacks():
             self._saver.pause(tag)
             return lack
@@ -165,13 +167,18 @@ class TaggedWorker(_Base):
 
     # ---------------------------------------------------------------- weights, and a profile
 
-    def mux_load(self, body: str) -> None:
-        """A batch of a sync (region_weights.py). Raises RuntimeError: the region cannot be mapped or pinned."""
+    def mux_load(self, body: str, lora: dict[str, Any] | None = None) -> None:
+        """A batch of a sync (region_weights.py); `lora`: it is an adapter of this config, in the place of the last one. Raises
+        RuntimeError: the region cannot be mapped or pinned."""
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
+        if lora is not None:
+            from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID
+
+            self.remove_lora(VLLM_LORA_INT_ID)
         with torch.no_grad():
             if batch := list(tensors(body, rank, self.model_runner.model)):
-                self._update_weights(batch, peft_config=None, base_sync_done=False)
+                self._update_weights(batch, peft_config=lora, base_sync_done=lora is not None)
 
     def mux_loaded(self) -> None:
         """All batches are in: what vLLM makes of weights once they are whole."""
