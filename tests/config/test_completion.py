@@ -150,13 +150,13 @@ def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
 
 def test_every_refusal_is_named_and_not_only_the_first():
     found = judged(
-        f"{ROLLOUT}.name=trtllm", "model_engine=veomni", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
+        f"{ROLLOUT}.name=trtllm", "model_engine=torchtitan", "distillation.enabled=true", "actor_rollout_ref.model.lora_rank=8",
         "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut", "algorithm.adv_estimator=grpo",
     )  # fmt: skip
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "distillation.enabled": True, **dict.fromkeys(roles, "veomni"), "actor_rollout_ref.model.lora_rank": 8,
+        "distillation.enabled": True, **dict.fromkeys(roles, "torchtitan"), "actor_rollout_ref.model.lora_rank": 8,
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
     assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])
