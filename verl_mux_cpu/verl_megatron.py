@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from verl.workers.engine.base import EngineRegistry
@@ -60,12 +60,17 @@ class _OnCpu:
         self._is_offload_param = self._is_offload_optimizer = False
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            optimizer._init_optimizer_states_with_dummy_values()  # without Apex it loads what it has alone
+        """Without Apex, Megatron-Core loads what an optimizer has alone, and one count of steps that all parameters raise."""
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for one in optimizers:
+            one._init_optimizer_states_with_dummy_values()
         super().load_checkpoint(*args, **kwargs)
+        for kept in (state for one in optimizers for state in one.optimizer.state.values()):
+            kept["step"] = kept["step"].clone()
 
     def _build_tf_config(self) -> None:
         super()._build_tf_config()
+        get_cuda_rng_tracker().states_["none"] = None  # verl loads no checkpoint without any
         for name, ours in _NORMS.items():
             setattr(self.bridge, name, {**getattr(self.bridge, name), **ours})
         self.bridge.has_vp_stage = True

@@ -169,14 +169,14 @@ def test_what_stands_on_gpus_of_its_own_stays_awake_there():
 
 def test_every_refusal_is_named_and_not_only_the_first():
     found = judged(
-        f"{ROLLOUT}.name=trtllm", "model_engine=veomni", "reward.reward_model.enable=true",
+        f"{ROLLOUT}.name=trtllm", "model_engine=torchtitan", "reward.reward_model.enable=true",
         "actor_rollout_ref.model.lora_adapter_path=a", "trainer.n_gpus_per_node=3", "+mux.seeed=1", "+mux.rollout.tail=cut",
         "algorithm.adv_estimator=grpo",
     )  # fmt: skip
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "reward.reward_model.enable": True, **dict.fromkeys(roles, "veomni"), "actor_rollout_ref.model.lora_adapter_path": "a",
+        "reward.reward_model.enable": True, **dict.fromkeys(roles, "torchtitan"), "actor_rollout_ref.model.lora_adapter_path": "a",
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
     assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])

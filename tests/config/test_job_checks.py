@@ -199,6 +199,8 @@ def test_trainers_may_have_expandable_segments(monkeypatch, variable):
         ),
         ({"text_config": {"compression_config": {"a": 1}}}, "is quantized (compression_config)"),
         ({"sliding_window": 4096, "use_sliding_window": False, "quantization_config": None}, None),
+        ({"model_type": "qwen2_5_vl"}, "is a qwen2_5_vl model: sglang does not know its weights by verl's names"),
+        ({"model_type": "qwen3_vl"}, None),
     ],
 )
 def test_a_model_whose_memory_would_stay_or_not_come_back_is_refused(tmp_path, model, said):

@@ -33,7 +33,7 @@ TRAINER_BY_VERB = {"mux_wake"}
 SGLANG_SAVER = {"check_validity", "configure_subprocess", "cuda_graph", "disable"}
 VLLM_PLATFORM = {"is_sleep_mode_available", "get_offset", "set_offset"}
 STANDARD_LIBRARY = {"__getattr__", "create_module", "exec_module", "do_GET", "log_message", "find_distributions"}
-LIBRARIES = {"manipulate_search_path", "curve_user_id"}  # Hydra, pyzmq
+LIBRARIES = {"manipulate_search_path", "curve_user_id", "record_event"}  # Hydra, pyzmq, Megatron-Core
 # The lists that tests/upstream goes through.
 UPSTREAM = {"VERL", "SGLANG"}
 # By the tests against a real engine, which have no other way to look into it.

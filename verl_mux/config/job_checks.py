@@ -390,7 +390,11 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     yield from _refused_sequence_parallel(config)
     yield from _missing_packages(config)
     key = "actor_rollout_ref.model.path"
-    path, model, engine = OmegaConf.select(config, key), _language_model(model or {}), engine_of(config)
+    kind, path, engine = (model or {}).get("model_type"), OmegaConf.select(config, key), engine_of(config)
+    model = _language_model(model or {})
+    if engine and kind in engine.other_names and OmegaConf.select(config, "actor_rollout_ref.actor.strategy") != MEGATRON:
+        line = f"{key}={path} is a {kind} model: {engine.name} does not know its weights by verl's names; allowed: others"
+        yield Refusal(line, key, path)
     if quantized := next((name for name in _QUANTIZED if model.get(name)), None):
         line = f"{key}={path} is quantized ({quantized}): {NO_SCALES}; allowed: models in bf16, fp16 or fp32"
         yield Refusal(line, key, path)

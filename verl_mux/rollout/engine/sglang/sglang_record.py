@@ -96,6 +96,7 @@ def refused_arguments(given: Arguments) -> Iterator[tuple[str, str, str]]:
 
 RECORD = EngineRecord(
     name="sglang",
+    other_names=("qwen2_vl", "qwen2_5_vl"),  # the first sync would end its scheduler: KeyError: model.visual.blocks.0.mlp...
     # verl 0.9 reads SGLang's ServerArgs as a dataclass, which later ones are not.
     supported={"sglang": "==0.5.12"},
     tested={"sglang": "0.5.12"},
