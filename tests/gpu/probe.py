@@ -28,9 +28,14 @@ sys.path[:0] = [str(ROOT)]
 CPU = "--cpu" in sys.argv
 DEVICE, MIB, ROUNDS = "cpu" if CPU else "cuda", 1 << 20, 5
 
+# Else torch starts CUDA to see whether it is there, and no process that is forked later could.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (these once, for all that are forked)
-import torch.distributed.fsdp  # noqa: E402
+
+if CPU:  # once for all that are forked; it may look for CUDA
+    import torch._dynamo
+    import torch.distributed.fsdp
 
 from bench.sync.host import of_a_host, shapes  # noqa: E402
 from verl_mux.memory import arena  # noqa: E402
@@ -131,10 +136,10 @@ def graphs() -> dict[str, Any]:
             y = torch.relu(y @ weight)
         return y
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         layers()
-    torch.cuda.synchronize()
+    synchronize()
     graph, plain = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with device.cuda_graph(tag="cuda_graph", cuda_graph=graph):
         out = layers()
