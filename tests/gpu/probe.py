@@ -28,9 +28,14 @@ sys.path[:0] = [str(ROOT)]
 CPU = "--cpu" in sys.argv
 DEVICE, MIB, ROUNDS = "cpu" if CPU else "cuda", 1 << 20, 5
 
+# Else torch starts CUDA to see whether it is there, and no process that is forked later could.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (these once, for all that are forked)
-import torch.distributed.fsdp  # noqa: E402
+
+if CPU:  # once for all that are forked; it may look for CUDA
+    import torch._dynamo
+    import torch.distributed.fsdp
 
 from bench.sync.host import of_a_host, shapes  # noqa: E402
 from verl_mux.memory import arena  # noqa: E402
@@ -131,10 +136,10 @@ def graphs() -> dict[str, Any]:
             y = torch.relu(y @ weight)
         return y
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
         layers()
-    torch.cuda.synchronize()
+    synchronize()
     graph, plain = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with device.cuda_graph(tag="cuda_graph", cuda_graph=graph):
         out = layers()
@@ -158,25 +163,28 @@ def graphs() -> dict[str, Any]:
 
 def no_room() -> dict[str, Any]:
     """A wake without room is an error and no end of the process; with room it works."""
-    tags: dict[str, int] = {}
     if CPU:
-        from verl_mux_cpu import device_ledger
+        from verl_mux_cpu import device_ledger as ledger
 
-        size = MIB
-        os.environ[device_ledger.DIRECTORY_VARIABLE] = tempfile.mkdtemp()
-        os.environ |= {device_ledger.BUDGET_VARIABLE: str(2 * size), device_ledger.NODE_VARIABLE: "n0"}
-        take, give = (lambda: device_ledger.charge({"block": 2 * size})), (lambda: device_ledger.charge({"block": 0}))
-    else:
-        torch.zeros(1, device=DEVICE)
-        size, other = int(0.6 * free()) // MIB * MIB, []
-        take = lambda: other.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))  # noqa: E731
-        give = lambda: (other.clear(), torch.cuda.empty_cache())  # noqa: E731
-    device = saver(tags)
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ |= {ledger.DIRECTORY_VARIABLE: folder, ledger.BUDGET_VARIABLE: str(2 * MIB), ledger.NODE_VARIABLE: "n0"}
+            return _refused(MIB, lambda: ledger.charge({"block": 2 * MIB}), lambda: ledger.charge({"block": 0}))
+    torch.zeros(1, device=DEVICE)
+    size, other = int(0.6 * free()) // MIB * MIB, list[torch.Tensor]()
+
+    def give() -> None:
+        other.clear()
+        torch.cuda.empty_cache()
+
+    return _refused(size, lambda: other.append(torch.empty(size, dtype=torch.uint8, device=DEVICE)), give)
+
+
+def _refused(size: int, take: Callable[[], None], give: Callable[[], None]) -> dict[str, Any]:
+    device, refused = saver({}), ""
     with device.region("kv_cache"):
         held = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     device.pause("kv_cache")
     take()
-    refused = ""
     try:
         device.resume("kv_cache")
     except (NoRoom, torch.OutOfMemoryError) as error:
@@ -202,7 +210,7 @@ def fsdp_states() -> Any:
     sys.modules |= {"verl.utils.device": device, "verl.workers.engine.fsdp": fsdp}
     # The package's own modules of this room import verl's trainer.
     sys.modules["verl_mux.trainer"] = package = ModuleType("verl_mux.trainer")
-    package.__path__ = [str(ROOT / "verl_mux" / "trainer")]  # type: ignore[attr-defined]
+    package.__path__ = [str(ROOT / "verl_mux" / "trainer")]
     from verl_mux.trainer import fsdp_states as ours
 
     return ours
