@@ -158,7 +158,7 @@ def _imply_memory(config: DictConfig) -> None:
 def _imply_engine(config: DictConfig, mux: MuxConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if record := engine_of(config):
-        _imply_arguments(rollout, record.arguments | (record.lora_arguments if serves_adapter(config) else {}))
+        _imply_arguments(rollout, {**record.arguments, **(record.lora_arguments if serves_adapter(config) else {})})
     if serves_adapter(config) and "dummy" in str(rollout.load_format):
         rollout.load_format = "auto"  # the base weights are those of the model's files
     engine = rollout.checkpoint_engine
