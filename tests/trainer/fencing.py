@@ -61,5 +61,5 @@ def made_ready(trainer, monkeypatch):
     trainer.config.actor_rollout_ref = {"rollout": {"n": 1, "max_num_seqs": 8, "val_kwargs": {"n": 1}}}
     trainer.config.data = {"max_prompt_length": 8, "max_response_length": 8}
     trainer.engines, trainer.rollout_server_manager, trainer.replay_buffer = None, None, None
-    trainer.get_reward_handles = lambda: None
+    trainer.get_reward_handles, trainer.reward_loop_manager, trainer.teacher_model_manager = lambda: None, None, None
     monkeypatch.setattr(job_hosts, "actors_of_rollout", lambda *others: {})
