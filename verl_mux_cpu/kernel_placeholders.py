@@ -37,7 +37,7 @@ class _PlaceholderModule(ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path, target=None):
-        if fullname.partition(".")[0] not in (_STOOD_FOR, _LEFT_OUT):
+        if fullname != _LEFT_OUT and fullname.partition(".")[0] != _STOOD_FOR:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 

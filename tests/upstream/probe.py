@@ -8,6 +8,7 @@ parameters, or the reason why it is not there.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import logging
@@ -95,6 +96,8 @@ def broken(check: Callable[[], None]) -> str | None:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    with contextlib.suppress(ImportError):
+        import flashinfer  # noqa: F401  (before a CPU leaves it out: its names are looked at here)
     import verl  # noqa: F401
     from verl.plugin.platform.platform_manager import get_platform
 
