@@ -176,7 +176,8 @@ def test_every_refusal_is_named_and_not_only_the_first():
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "reward.reward_model.enable": True, **dict.fromkeys(roles, "torchtitan"), "actor_rollout_ref.model.lora_adapter_path": "a",
+        "reward.reward_model.enable": True, **dict.fromkeys(roles, "torchtitan"),
+        "actor_rollout_ref.model.lora_adapter_path": "a",
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]
     assert all(entry["key"].rpartition(".")[2] in entry["reason"] for entry in found["refusals"][:3])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("verl")
@@ -263,8 +264,9 @@ def test_each_export_lies_in_the_same_memory_in_the_type_of_the_engines(monkeypa
     full = {"w": torch.randn(5, 4), "n": torch.arange(3)}
     worker = object.__new__(MuxActorWorker)
     worker._rank, worker._world_size, worker._arena = 1, 2, Arena("exported weights", 1 << 16)
-    worker.config = SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
-    engine = SimpleNamespace(module=torch.nn.Linear(1, 1), get_per_tensor_param=lambda: (iter(full.items()), None))
+    worker.config = OmegaConf.create({"rollout": {"dtype": "bfloat16"}})
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1), get_per_tensor_param=lambda **_: (iter(full.items()), None))
+    engine.engine_config = SimpleNamespace(strategy="megatron")
     worker.actor = SimpleNamespace(engine=engine)
     monkeypatch.setattr(workers, "get_device_name", lambda: "cpu")
     places = set()
@@ -308,8 +310,9 @@ def left(process):
 
 def test_what_a_veomni_engine_sends_is_exported_on_the_device_in_its_ranks_part(cuda, process):
     engine, actor = process.actor.actor.engine, process.actor
-    engine.engine_config.strategy, engine.get_per_tensor_param = "veomni", lambda: ([("w", torch.ones(64))], None)
-    actor._rank, actor._world_size, actor.config = 1, 2, SimpleNamespace(rollout=SimpleNamespace(dtype="bfloat16"))
+    engine.engine_config.strategy, engine.get_per_tensor_param = "veomni", lambda **_: ([("w", torch.ones(64))], None)
+    actor._rank, actor._world_size, actor.config = 1, 2, OmegaConf.create({"rollout": {"dtype": "bfloat16"}})
+    actor._arena = Arena("exported weights", 1 << 16)
     assert actor.mux_sleep()["exported"].nbytes == 64
     (part,) = actor._exported
     assert (part.name, part.dtype, part.offset, part.nbytes) == ("w", torch.bfloat16, 64, 64)

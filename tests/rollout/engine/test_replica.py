@@ -197,7 +197,7 @@ def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_leas
     calls = []
     worker = worker_of(1, calls)
     asyncio.run(worker.update_weights(3, token=2, asleep=[1]))
-    assert calls == [([Batch(3, 256, 0, 0)], None)]  # the memory alone, to map and pin
+    assert calls == [([Batch(3, 256, 0, 0)], None, None)]  # the memory alone, to map and pin
     calls.clear()
     for _ in range(2):  # it may sleep and come back within a rollout
         asyncio.run(worker.load_synced(3, token=5))
@@ -205,6 +205,6 @@ def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_leas
     asyncio.run(worker.update_weights(4, token=5, asleep=[1], lora={"r": 4}))
     asyncio.run(worker.load_synced(4, token=6))
     (received, *_), *rest = calls.pop()
-    assert received[1] > 1 << 60 and rest == [4, {"r": 4}], "an engine takes an adapter whole"
+    assert received.region > 1 << 60 and rest == [4, {"r": 4}], "an engine takes an adapter whole"
     with pytest.raises(Fenced):
         asyncio.run(worker.load_synced(3, token=4))

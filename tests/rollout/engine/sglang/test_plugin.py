@@ -17,6 +17,8 @@ MEMORY = [
     (f"{_UPDATES}.resume_memory_occupation", "around"),
     ("sglang.srt.model_executor.model_runner.ModelRunner.initialize", "around"),
     ("sglang.srt.utils.common.get_available_gpu_memory", "around"),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.init_lora_manager", "around"),
+    ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", "around"),
 ]
 
 

@@ -221,7 +221,8 @@ def test_a_model_loads_tensors_that_lie_in_the_region(mapping, region):
 def test_an_adapter_is_the_trainers_to_the_bit_and_outlives_the_region(mapping, region):
     layout, loaded = _layout(WEIGHTS), {}
     at = Place(os.getpid(), region[0].fd, region[0].nbytes)
-    runner = SimpleNamespace(load_lora_adapter_from_tensors=lambda ref, tensors, config: loaded.update(tensors, config=config))
+    runner = SimpleNamespace(model=Model())
+    runner.load_lora_adapter_from_tensors = lambda ref, tensors, config: loaded.update(tensors, config=config)
     asked = SimpleNamespace(
         load_format=scheduler_lora.LORA_FORMAT, config_dict={"r": 4}, to_ref=lambda: "ref",
         serialized_tensors=msgspec.json.encode(Mapped([at], layout.entries, layout.offsets)).decode(),
