@@ -10,15 +10,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import order
 from tests.exploring import UNTIL, register_profiles
+from tests.warm import waiting
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.platform.choose import accelerator_present
+from verl_mux.warm import fork_client, fork_server
+
+ROOT = Path(__file__).parents[1]
 
 # Two cores are shared by everything that runs here, and the tests' tensors are small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +47,15 @@ if find_spec("vllm") is not None and not accelerator_present():
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.place(item.path))
+
+
+class _Groups(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return order.group(ROOT / nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> _Groups:
+    return _Groups(config, log)
 
 
 def pytest_runtest_setup() -> None:
@@ -100,12 +115,31 @@ def run_main(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def python() -> Callable[..., subprocess.CompletedProcess]:
     """Run `python ARGUMENTS...` in a process of its own, with these variables set; None takes one away."""
+    return partial(_run, [sys.executable])
 
-    def run(
-        *arguments: str, timeout: float = 120.0, cwd: Path | None = None, **environment: str | None
-    ) -> subprocess.CompletedProcess:
-        merged = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=merged, cwd=cwd, timeout=timeout, check=False)
 
-    return run
+@pytest.fixture(scope="session")
+def forking() -> Iterator[list[str]]:
+    """The words that start Python as a fork of a process that has imported torch and the engine, for programs of the CPU that
+    would take ten seconds for it, and so would each process of their engines."""
+    command = [sys.executable, "-m", fork_server.__name__, "tests.warm.waiting"]
+    environment = {**os.environ, "VERL_PLATFORM": "cpu"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as server:
+        name = next(line.partition(waiting.MARK)[2].strip() for line in server.stdout if waiting.MARK in line)
+        yield [sys.executable, "-I", "-S", fork_client.__file__, name]
+        server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def forked(forking) -> Callable[..., subprocess.CompletedProcess]:
+    """As `python`, with such forks."""
+    return partial(_run, forking)
+
+
+def _run(
+    interpreter: list[str], *arguments: str, timeout: float = 120.0, cwd: Path | None = None, **environment: str | None
+) -> subprocess.CompletedProcess:
+    merged = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
+    command = [*interpreter, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=merged, cwd=cwd, timeout=timeout, check=False)

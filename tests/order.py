@@ -1,4 +1,4 @@
-"""Which files run first and last. It is for time alone: no test depends on it."""
+"""Which files run first and last, and which stay together. It is for time alone: no test depends on it."""
 
 from pathlib import Path
 
@@ -39,6 +39,18 @@ _LONG = (
 )
 # Of real jobs that have started up beside all that comes before.
 _LAST = ("e2e/test_rollout_control.py", "e2e/test_event_log.py", "e2e/test_megatron.py")
+# What these share is started once. `place` has them in an order in which one shared thing starts up beside another's work.
+_TOGETHER = {
+    "jobs": (*_JOBS, *_LAST[:2]),
+    "forks": (
+        "bench/test_memory_cycles.py",
+        "gpu/test_turns.py",
+        "trainer/test_job_hosts.py",
+        "places/test_two_ray_nodes.py",
+        "warm/test_fork_server.py",
+    ),
+}
+GROUPS = {_HERE / name: group for group, names in _TOGETHER.items() for name in names}
 PLACES = {_HERE / name: at for at, name in enumerate((*_JOBS, *_LONG), -len(_JOBS + _LONG))}
 PLACES |= {_HERE / name: at for at, name in enumerate(_LAST, 1)}
 
@@ -46,3 +58,8 @@ PLACES |= {_HERE / name: at for at, name in enumerate(_LAST, 1)}
 def place(path: Path) -> int:
     """The file's place: below 0 the first ones, above 0 the last, 0 all others."""
     return PLACES.get(path, 0)
+
+
+def group(path: Path) -> str:
+    """Files of one group run on the same worker; most are a group of their own."""
+    return GROUPS.get(path, str(path))

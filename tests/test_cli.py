@@ -1,5 +1,6 @@
 """The command line: lazy commands, and one line with the right exit code for everything that goes wrong."""
 
+import importlib.metadata
 import importlib.util
 from typing import Annotated
 
@@ -18,6 +19,12 @@ def command(monkeypatch):
         monkeypatch.setattr(cli, "_load", lambda module, name: function)
 
     return becomes
+
+
+def test_it_says_its_version(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["verl-mux", "--version"])
+    cli.main()
+    assert capsys.readouterr().out == f"verl-mux {importlib.metadata.version('verl-mux')}\n"
 
 
 def test_help_lists_every_command_without_importing_one(run_main):

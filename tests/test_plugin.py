@@ -17,21 +17,23 @@ ROOT = Path(__file__).parents[1]
 STOCK = ["actor_rollout_ref.rollout.name=sglang", "trainer.v1.trainer_mode=sync"]
 
 
-def probe(python, plugins: str) -> dict:
-    variables = {"VERL_PLATFORM": None, "VERL_USE_EXTERNAL_PLUGINS": plugins, "VERL_USE_EXTERNAL_MODULES": None}
+@pytest.fixture(scope="module")
+def probed(python) -> list[dict]:
+    variables = dict.fromkeys(("VERL_PLATFORM", "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"))
     result = python("-m", "tests.plugin_probe", *STOCK, cwd=ROOT, timeout=300, **variables)
     assert result.returncode == 0, result.stderr[-2000:]
-    return {**json.loads(result.stdout.splitlines()[-1]), "stderr": result.stderr}
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    return [{**json.loads(line), "stderr": result.stderr} for line in lines]
 
 
 @pytest.fixture(scope="module")
-def with_us(python) -> dict:
-    return probe(python, "auto")
+def with_us(probed) -> dict:
+    return probed[0]
 
 
 @pytest.fixture(scope="module")
-def without_us(python) -> dict:
-    return probe(python, "none")
+def without_us(probed) -> dict:
+    return probed[1]
 
 
 def test_importing_the_package_imports_nothing_heavy(python):

@@ -80,12 +80,12 @@ def test_a_name_with_markup_is_shown_as_it_is(tmp_path):
     assert "[bold]odd[/nope]" in call(tmp_path / "x").stdout
 
 
-def test_an_empty_directory_is_reported_and_named(tmp_path):
-    result = call(tmp_path, "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["requests"] == 0
-    assert "the report is empty" in result.stderr
-    assert call(tmp_path).exit_code == 0
+@pytest.mark.parametrize("steps", [(), ("--steps", "99")])
+def test_a_folder_or_steps_without_an_event_log_are_refused(tmp_path, steps):
+    if steps:
+        make_run(tmp_path, Made(steps=1, workers=1, requests=1))
+    with pytest.raises(UserError, match="holds no event log .*nothing to report"):
+        call(tmp_path, *steps, "--json")
 
 
 def test_a_missing_directory_is_refused(tmp_path):
@@ -94,7 +94,8 @@ def test_a_missing_directory_is_refused(tmp_path):
 
 
 def test_an_empty_run_can_be_written_in_every_form(tmp_path):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_1").mkdir(parents=True)
+    (tmp_path / "run" / "step_1" / "worker_0.jsonl").touch()
     out = tmp_path / "out"
     call(tmp_path / "run", "--html", out / "page.html", "--trace", out / "trace.json")
     assert (out / "page.html").stat().st_size > 1000

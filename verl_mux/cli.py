@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import math
 import os
 import sys
@@ -104,6 +105,9 @@ def _find_checkout(command: str) -> None:
 
 def main() -> None:
     """Entry point: user mistakes end in one line on stderr and exit code 2, failures in exit code 1."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"verl-mux {importlib.metadata.version('verl-mux')}")
+        return
     try:
         sys.exit(_app(sys.argv[1:])(standalone_mode=False) or 0)
     except _UsageError as error:

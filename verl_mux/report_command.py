@@ -116,7 +116,7 @@ def _analyse(directory: Path, steps: tuple[int, int] | None, processes: int) -> 
         files = [file for file in files if steps[0] <= file.step <= steps[1]]
     if not files:
         chosen = "" if steps is None else f" with steps {steps[0]} to {steps[1]}"
-        print(f"verl-mux: {directory} holds no step_<N>/worker_<R>.jsonl{chosen}; the report is empty", file=sys.stderr)
+        raise UserError(f"{directory} holds no event log (step_<N>/worker_<R>.jsonl){chosen}: nothing to report")
     console = Console(stderr=True)
     columns = [TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -15,10 +15,10 @@ CYCLES = 15
 
 
 @pytest.fixture(scope="module")
-def report(python):
+def report(forked):
     """What an engine of the smallest model report after so many cycles, the calls that end stock SGLang and some at random."""
     module = "bench.memory_cycles"
-    done = python("-m", module, "--cycles", str(CYCLES), "--parameters", "1", "--hostile", "30", timeout=600)
+    done = forked("-m", module, "--cycles", str(CYCLES), "--parameters", "1", "--hostile", "30", timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -55,9 +55,9 @@ def test_the_certificate_is_within_5_percent_of_what_the_saver_measured(report):
     assert device.kv_cache(job, 10**12) == pytest.approx(report["tags"]["kv_cache"], rel=0.05)
 
 
-def test_two_tensor_parallel_ranks_load_their_parts_of_one_region_and_sleep_together(python):
+def test_two_tensor_parallel_ranks_load_their_parts_of_one_region_and_sleep_together(forked):
     module = "bench.memory_cycles"
-    done = python("-m", module, "--cycles", "6", "--parameters", "1", "--hostile", "5", "--ranks", "2", timeout=600)
+    done = forked("-m", module, "--cycles", "6", "--parameters", "1", "--hostile", "5", "--ranks", "2", timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["tokens_equal"] is True and report["returned_fraction"] >= 0.9 and report["stale_bytes"] == 0

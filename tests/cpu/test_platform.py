@@ -67,6 +67,12 @@ def test_names_and_submodules_of_any_depth_can_be_imported(installed):
     assert importlib.util.find_spec("sgl_kernel") is not None
 
 
+def test_what_sglang_can_do_without_is_not_there_though_it_is_installed(installed, monkeypatch):
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    with pytest.raises(ImportError, match="flashinfer needs a GPU"):
+        importlib.import_module("flashinfer.fused_moe")
+
+
 def test_calling_a_kernel_says_which_one_and_that_there_is_no_gpu(installed):
     from sgl_kernel import rmsnorm
 

@@ -183,7 +183,8 @@ def _address(directory: Path) -> str:
 def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -> tuple[float, float]:
     """kill -9 of the job's driver while it holds a lease of `phase`, after the first steps of it and of `stays`.
 
-    It is stopped for a second look, as the phase may have ended since the first.
+    It is stopped for a second look, as the phase may have ended since the first, and for a third, since the coordinator may have
+    answered the second before it read what the driver had sent.
     """
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -197,7 +198,8 @@ def _kill_in(process: subprocess.Popen, directory: Path, job: str, phase: str) -
                 driver = psutil.Process(state["jobs"][job]["pid"])
                 driver.suspend()
                 try:
-                    if phase in _phases(fetch_status(_address(directory), timeout=30.0), job):
+                    looks = [_phases(fetch_status(_address(directory), timeout=30.0), job) for _ in range(2)]
+                    if all(phase in look for look in looks):
                         return _kill(driver)
                 finally:
                     with contextlib.suppress(psutil.NoSuchProcess):

@@ -226,4 +226,5 @@ def serve(options: dict[str, Any], environment: dict[str, str], parent: Any) -> 
 
 
 if __name__ == "__main__":
+    Lines().send({"pid": os.getpid()})
     serve(json.loads(sys.argv[1]), {}, Lines())

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,14 @@ class EngineEnded(RuntimeError):
 
 
 class Started:
-    """A process of its own, over lines."""
+    """A process of its own, over lines. `interpreter`: the words that start Python."""
 
-    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(options)]
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], log: Path, interpreter: Sequence[str]) -> None:
+        command = [*interpreter, "-m", "tests.gpu.engine_process", json.dumps(options)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         around = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
         self._process: Any = subprocess.Popen(command, stderr=log.open("w"), cwd=ROOT, env=around, **pipes)
-        self.pid, self.wait = self._process.pid, self._process.wait
+        self.pid, self.wait = self.recv()["pid"], self._process.wait
 
     def send(self, words: dict[str, Any]) -> None:
         self._process.stdin.write(json.dumps(words) + "\n")
@@ -55,7 +55,7 @@ class Started:
 class Forked:
     """A process forked from one that has imported torch, SGLang and our hooks, which takes seconds."""
 
-    def __init__(self, options: dict[str, Any], environment: dict[str, str], _log: Path) -> None:
+    def __init__(self, options: dict[str, Any], environment: dict[str, str], _log: Path, _interpreter: Sequence[str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.gpu.preloaded"])
         ours, theirs = context.Pipe()
@@ -76,7 +76,7 @@ class Engine:
         options = {"kind": bed.kind, "folder": str(bed.folder), "share": share, "ranks": ranks, "gate": gate, "fault": fault}
         environment = {**bed.environment, DIRECTORY_VARIABLE: str(self._reports), device_ledger.JOB_VARIABLE: name}
         self._log = bed.folder / f"{name}.log"
-        self._line = (Forked if bed.kind == "bed" else Started)(options, environment, self._log)
+        self._line = (Forked if bed.kind == "bed" else Started)(options, environment, self._log, bed.interpreter)
         self.tags: dict[str, int] = {} if gate else self._started()
 
     def wait_at_gate(self) -> None:
@@ -151,10 +151,10 @@ class Engine:
 
 class Bed:
     """`kind`: of its engines. `budget`: bytes of the device, if it is not CUDA. `limit`: bytes that a process of a sleeping
-    engine may keep (`mux.device.charges`)."""
+    engine may keep (`mux.device.charges`). `interpreter`: the words that start Python for an engine."""
 
-    def __init__(self, kind: str, folder: Path, budget: int = BUDGET) -> None:
-        self.kind, self.folder = kind, folder
+    def __init__(self, kind: str, folder: Path, budget: int = BUDGET, interpreter: Sequence[str] = (sys.executable,)) -> None:
+        self.kind, self.folder, self.interpreter = kind, folder, interpreter
         own = {device_ledger.DIRECTORY_VARIABLE: str(folder / "devices"), device_ledger.BUDGET_VARIABLE: str(budget)}
         own |= {device_ledger.NODE_VARIABLE: "r0"}
         self.environment = own if kind in ("bed", "cpu") else {}
@@ -197,9 +197,9 @@ class Bed:
             engine.end()
 
 
-def opened(kind: str, folder: Path, budget: int = BUDGET) -> Iterator[Bed]:
+def opened(kind: str, folder: Path, *given: Any) -> Iterator[Bed]:
     """For fixtures. Where there is a budget this process looks at the same accounts as its engines keep."""
-    bed = Bed(kind, folder, budget)
+    bed = Bed(kind, folder, *given)
     name = device_ledger.DIRECTORY_VARIABLE
     before = os.environ.get(name)
     try:

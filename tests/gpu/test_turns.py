@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(torch.cuda.is_available(), rea
 NAMES = ("first", "second")
 
 
-def test_engines_take_turns_within_their_certificate_and_one_too_many_says_who_holds_what(tmp_path):
+def test_engines_take_turns_within_their_certificate_and_one_too_many_says_who_holds_what(tmp_path, forking):
     make_model(tmp_path / "model", PARAMETERS)
     certified = limits(tmp_path / "model", NAMES)
-    with turns_on(tmp_path, NAMES, certified.total) as run:
+    with turns_on(tmp_path, NAMES, certified.total, forking) as run:
         run.take(4)
         run.join("third")
         run.take(2)

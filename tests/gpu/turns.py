@@ -108,6 +108,6 @@ class Turns:
 
 
 @contextlib.contextmanager
-def turns_on(folder: Path, names: Sequence[str], budget: int) -> Iterator[Turns]:
-    for bed in opened("cpu", folder, budget):
+def turns_on(folder: Path, names: Sequence[str], budget: int, interpreter: Sequence[str]) -> Iterator[Turns]:
+    for bed in opened("cpu", folder, budget, interpreter):
         yield Turns(bed, names)

@@ -42,7 +42,8 @@ def test_nothing_is_left_of_a_job_that_ended(job, bed):
         assert left == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+# Half a minute each. A starter that is interrupted ends its clusters as one whose job has ended, which is seen above.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.hosts), signal.SIGKILL])
 def test_a_job_whose_clusters_lose_their_starter_leaves_nothing_on_its_hosts(bed, tmp_path, number):
     job = RayJob(tmp_path / "ended", NODES[:2], "wait")
     try:

@@ -14,6 +14,7 @@ import pytest
 from verl_mux.cli import CHECKOUT_COMMANDS, COMMANDS
 
 ROOT = Path(__file__).parents[2]
+UV = Path(sys.executable).with_name("uv")
 EVERY_COMMAND = [[], *([name] for name in COMMANDS)]
 NO_COORDINATOR = "tcp://127.0.0.1:1"
 
@@ -61,14 +62,13 @@ def wheel(tmp_path_factory) -> Path:
 def clean(wheel, tmp_path_factory) -> Path:
     """The programs of a new environment that holds the wheel and what it declares."""
     place = tmp_path_factory.mktemp("clean")
-    _run(sys.executable, "-m", "venv", place, cwd=place)
-    pip = [place / "bin" / "python", "-m", "pip"]
-    installed = _run(*pip, "install", "-q", "--no-compile", wheel, cwd=place, check=False)
-    if installed.returncode:
-        index = _run(*pip, "download", "-q", "--no-deps", "typer", cwd=place, check=False)
-        if index.returncode:
-            pytest.skip("no package index answers here")
-        pytest.fail(installed.stderr)
+    index = _run(sys.executable, "-m", "pip", "config", "get", "global.index-url", cwd=place, check=False).stdout.strip()
+    named = ["--default-index", index] if index else []  # uv does not read pip's configuration
+    _run(UV, "venv", "-q", "--clear", "--python", sys.executable, place, cwd=place)
+    installed = _run(UV, "pip", "install", "-q", *named, "--python", place / "bin" / "python", wheel, cwd=place, check=False)
+    if "error sending request" in installed.stderr:
+        pytest.skip("no package index answers here")
+    assert installed.returncode == 0, installed.stderr
     return place / "bin"
 
 
@@ -86,7 +86,10 @@ def test_what_it_brings_is_light(clean):
         _run(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean).stdout.strip()
     )
     assert sum(path.stat().st_size for path in installed.rglob("*")) < 200 * 2**20
-    brought = {line.partition("==")[0].lower() for line in _run(clean / "pip", "freeze", cwd=clean).stdout.splitlines()}
+    brought = {
+        line.partition("==")[0].lower()
+        for line in _run(UV, "pip", "freeze", "--python", clean / "python", cwd=clean).stdout.splitlines()
+    }
     assert not brought & {"torch", "ray", "verl", "sglang", "polars", "pandas", "scipy"}
 
 

@@ -13,10 +13,10 @@ BIG, SMALL = "127.0.0.3", "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
-def found(python):
+def found(forked):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets lie deep in it, and have a limit to their names
         environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None}
-        ended = python("-m", "tests.places.two_ray_nodes", timeout=300, **environment)
+        ended = forked("-m", "tests.places.two_ray_nodes", timeout=300, **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

@@ -97,8 +97,8 @@ class Recording(Planner):
 def test_live_is_told_of_jobs_what_the_coordinator_tells():
     """Nothing before a job's first step, its time from there on, and that one on its way is not to be moved again."""
     cluster = make_cluster()
-    jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(6)]
-    arrivals = with_varying_phases([Arrival(job, 1500.0 * i, 120) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
+    jobs = [make_job(f"j{i}", 100, 60, slo=1.9, cold_start_s=100.0, move_s=900.0, modes=EITHER) for i in range(4)]
+    arrivals = with_varying_phases([Arrival(job, 800.0 * i, 60) for i, job in enumerate(jobs)], Varying(0.1, 2.0), 1)
     placer = Recording.of_one(cluster, LIVE)
     found = Replay(arrivals, placer, cluster, learns=True).run()
     assert sum(job.moves for job in found.finished) >= 1 and any(held for _, _, held in placer.noted)

@@ -103,7 +103,7 @@ def main() -> None:
     stuck = trainer.run.remote(alive)
     kill(alive["TransferQueueController"])
     try:
-        ray.get(stuck, timeout=60)
+        ray.get(stuck, timeout=200)
     except ray.exceptions.RayError as error:
         say(type(error).__name__)
 

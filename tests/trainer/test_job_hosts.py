@@ -27,6 +27,7 @@ from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer import job_hosts
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, HostWatch, PlacedPools, actors_of_rollout, end_process
 from verl_mux.trainer.phases import Phases
+from verl_mux.warm.engine_processes import VARIABLE
 
 LIMIT_S = 60.0
 
@@ -325,11 +326,11 @@ NAMES = [
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("started_by", [[], ["verl_mux.warm.fork_server"]], ids=["started", "forked"])
-def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_is_ended_if_it_cannot(python, started_by):
+@pytest.mark.parametrize("forks", [False, True], ids=["started", "forked"])
+def test_the_trainer_hears_of_an_actor_that_died_though_it_asks_it_nothing_and_is_ended_if_it_cannot(forked, forking, forks):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets lie deep in it, and have a limit to their names
-        environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None}
-        ended = python("-m", *started_by, "tests.trainer.dying_actors", timeout=300, **environment)
+        environment = {"VERL_PLATFORM": "cpu", "RAY_TMPDIR": folder, "RAY_ADDRESS": None, VARIABLE: forking[-1] if forks else ""}
+        ended = forked("-m", "tests.trainer.dying_actors", timeout=300, **environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
     heard = [f"no rollout can end any more: {name} died; ActorDiedError" for name in KILLED]
     said = [line.partition(MARK)[2] for line in ended.stdout.splitlines() if MARK in line]  # Ray may have begun the line

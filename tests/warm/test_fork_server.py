@@ -18,11 +18,11 @@ import pytest
 from verl_mux.warm import fork_client
 
 ROOT = Path(__file__).parents[2]
-# A fork server with nothing imported, whose driver prints what its clients need, and ends when its standard input ends.
+# A fork server that imports next to nothing, whose driver prints what its clients need, and ends when its standard input ends.
 SERVER = """
 import sys
 from verl_mux.warm import fork_server
-fork_server.PRELOADED = ()
+fork_server.PRELOADED = ("numpy",)
 fork_server.plugin.ENGINES = {}
 fork_server.main()
 """
@@ -223,15 +223,15 @@ assert s.recv(4) == b""
     assert worker.communicate(timeout=30)[0] == "served\n"
 
 
-def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_no_ray():
-    program = (
-        "import json, sys; from verl_mux.warm import fork_server as f; f.preload();"
-        " from verl_mux.rollout.engine.record import installed; asked = {it for one in installed() for it in one.preload};"
-        " missing = {*f.PRELOADED, *asked} - sys.modules.keys(); print(json.dumps([f.why_not_fork(), sorted(missing)]))"
+@pytest.mark.e2e
+def test_all_that_is_imported_in_advance_starts_no_thread_opens_no_device_and_leaves_ray_out(forked, tmp_path):
+    """It forks at all, so `why_not_fork` found nothing."""
+    (tmp_path / "missing.py").write_text(
+        "import sys; from verl_mux.rollout.engine.record import installed; from verl_mux.warm.fork_server import PRELOADED;"
+        " asked = {it for one in installed() for it in one.preload}; print(sorted({*PRELOADED, *asked} - sys.modules.keys()))"
     )
-    environment = {**os.environ, "VERL_PLATFORM": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
-    assert json.loads(done.stdout.splitlines()[-1]) == ["", []]
+    done = forked(str(tmp_path / "missing.py"), cwd=ROOT, VERL_PLATFORM="cpu", PYTHONPATH=str(ROOT))
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("[]", 0), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_after_all_that_is_imported_in_advance_there_is_no_thread_no_device_and_
 def test_what_a_fork_would_not_carry_over_makes_the_driver_start_without_forks(tmp_path, statement, reason):
     (tmp_path / "obstacle.py").write_text(statement)
     (tmp_path / "driver_program.py").write_text("import os, sys; print(bool(os.environ['VERL_MUX_FORK_SERVER']), sys.argv[1:])")
-    server = SERVER.replace("PRELOADED = ()", "PRELOADED = ('obstacle',)")
+    server = SERVER.replace('("numpy",)', "('obstacle',)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PLATFORM": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", server, "driver_program", "x"], capture_output=True, text=True, env=environment, check=False

@@ -186,7 +186,7 @@ def _confirm(question: str, name: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UserError("this is asked twice on a terminal, and here is none: give --yes")
+        raise UserError("this command asks before it acts, and no terminal is here to answer: give --yes")
     if not typer.confirm(question) or typer.prompt("Its name once more") != name:
         raise UserError("nothing was done")
 

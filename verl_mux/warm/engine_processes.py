@@ -125,15 +125,14 @@ def _run_and_fork(asked_by: Sequence[str], *given: Any, **keywords: Any) -> None
 
 def take_over(environment: dict[str, str], cores: list[int]) -> None:
     """Give this fork another environment, other cores, a number of threads that follows from them, and its own random numbers."""
-    import numpy
-    import torch
-
     os.environ.clear()
     os.environ.update(environment)
     os.sched_setaffinity(0, cores)
-    threads = environment.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else len(cores))
-    numpy.random.seed()
+    if torch := sys.modules.get("torch"):  # what is imported later reads the environment itself
+        threads = environment.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(threads) if threads.isdigit() and int(threads) else len(cores))
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
 
 
 def worker_command() -> str:
