@@ -371,7 +371,7 @@ def _missing_packages(config: DictConfig) -> Iterator[Refusal]:
     strategy = OmegaConf.select(config, key) if accelerator_present() or cpu_platform_wanted() else None
     vanilla = cpu_platform_wanted() or OmegaConf.select(config, "actor_rollout_ref.actor.megatron.vanilla_mbridge")
     needed = {MEGATRON: ("megatron.core", "mbridge" if vanilla else "megatron.bridge"), VEOMNI: (VEOMNI,)}
-    for package in needed.get(strategy, ()):
+    for package in needed.get(str(strategy), ()):
         if not is_installed(package):
             line = f"{key}={strategy}: the package {package} is not installed here; install it, or use fsdp2"
             yield Refusal(line, key, strategy)
