@@ -88,7 +88,7 @@ def broken(check: Callable[[], None]) -> str | None:
     """What does not hold of a protocol."""
     try:
         check()
-    except Exception:
+    except (Exception, SystemExit):  # an argument that a parser does not know ends a process
         return traceback.format_exc(limit=-1)
     return None
 

@@ -471,7 +471,7 @@ _NONE = "no job has run with it"
 _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.device", ("cpu",), "no job has run on it"),
     ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
-    ("algorithm.adv_estimator", ("grpo",), _NONE),
+    ("algorithm.adv_estimator", ("grpo", "gae"), _NONE),
     ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
     (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
     (f"{_TEACHERS}.enabled", (False,), _NONE),
