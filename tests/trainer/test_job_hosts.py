@@ -82,7 +82,12 @@ def test_all_are_asked_that_a_rollout_needs_and_no_tool(ray):
     replicas = [SimpleNamespace(replica_rank=0, servers=servers[:2]), SimpleNamespace(replica_rank=1, servers=servers[2:])]
     engines = SimpleNamespace(global_load_balancer=balancer, get_replicas=lambda: replicas)
     controller, unit = ray.values()
-    assert actors_of_rollout(engines, loops, rewards) == {
+    judge = SimpleNamespace(rollout_replicas=[SimpleNamespace(replica_rank=0, servers=["judge"])])
+    trainer = SimpleNamespace(
+        reward_loop_manager=SimpleNamespace(reward_model_manager=judge), teacher_model_manager=SimpleNamespace()
+    )
+    assert actors_of_rollout(engines, loops, rewards, job_hosts.own_replicas(trainer)) == {
+        "server 0 of replica 0 of the reward model": "judge",
         "the load balancer": balancer, "server 0 of replica 0": servers[0], "server 1 of replica 0": servers[1],
         "server 0 of replica 1": servers[2], "agent loop worker 0": loops[0], "reward worker 0": rewards[0],
         "reward worker 1": rewards[1], "TransferQueueController": controller, "TransferQueueStorageUnit#0": unit,
