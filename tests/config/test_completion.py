@@ -142,9 +142,9 @@ def test_a_job_of_verls_own_mode_is_accepted_and_each_change_is_named():
 
 
 def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
-    found = judged(f"{MODE}=mux_colocate", "actor_rollout_ref.actor.strategy=fsdp2")
+    found = judged(f"{MODE}=mux_colocate", "actor_rollout_ref.actor.strategy=fsdp2", "algorithm.adv_estimator=rloo")
     assert found["accepted"] and {entry["reason"] for entry in found["changes"]} == {"verl_mux sets it"}
-    assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "gae"
+    assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "rloo"
 
 
 def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models_files():
