@@ -38,7 +38,7 @@ demo-mixed: $(INSTALLED) $(VLLM_INSTALLED)
 	$(BIN)/verl-mux run examples/demo_mixed.yaml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 3 --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -m "not gpu and not e2e and not hosts" -n 4 --no-loadscope-reorder --durations 15
 	$(BIN)/python -m pytest -m "e2e and not gpu and not hosts" -n 2 --no-loadscope-reorder --durations 15 $$(grep -rl "mark.e2e" tests --include="test_*.py" | grep -v engine/vllm/ | sort)
 
 # Tests that need vLLM, or that say something else where it is the engine.
