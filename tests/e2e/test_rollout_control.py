@@ -35,10 +35,12 @@ def test_each_does_its_steps_while_the_other_does(controlled):
 
 def test_the_node_is_one_phases_at_a_time(controlled):
     lines = [json.loads(line) for path in (controlled / "coordinator").rglob("*.jsonl") for line in path.open()]
-    held = [line for line in lines if line["event"] == events.LEASE_HELD]
-    # A line is stamped when it is written, some milliseconds after what it tells, on a busy machine more; a phase takes a second.
-    grants = [(line["extra"]["job"], tiny.ended(line) - line["duration_sec"], tiny.ended(line) - 0.25) for line in held]
-    assert scenes.in_turns(grants) == []
+    # In the order in which it decided. When a line says that was, is some milliseconds late, and more on a busy machine.
+    lines = sorted((it for it in lines if it["event"] in (events.LEASE_WAIT, events.LEASE_HELD)), key=lambda it: it["timestamp"])
+    given, back = lines[::2], lines[1::2]
+    assert {it["event"] for it in given} == {events.LEASE_WAIT} and {it["event"] for it in back} == {events.LEASE_HELD}
+    assert [it["extra"]["token"] for it in given] == [it["extra"]["token"] for it in back]
+    assert {it["extra"]["job"] for it in back} == {*JOBS} and len(back) >= 4 * STEPS
 
 
 @pytest.mark.parametrize("job", JOBS)
