@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 # The same, and a metric that differs in every second group of two, however long its responses are and whatever is learnt.
 EVEN_REWARD = REWARD.replace("return ", 'return {"even": sum(map(ord, solution_str)) % 2, "score": ') + "    }\n"
 
-# The first, as slow as a judge on another machine: its job leaves the cores to whoever starts up beside it.
+# The first, as slow as a judge on another machine: its job leaves the cores to what starts up beside it.
 SLOW_REWARD = f"import time\n{REWARD}".replace("    return", "    time.sleep(0.5)\n    return")
 
 # The usual loss, in a training phase that lasts longer than a job goes on without its coordinator's answer; the cores are free.
