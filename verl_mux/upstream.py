@@ -95,6 +95,7 @@ _NAMES = {
         "plugin.platform.platform_manager.PlatformRegistry": "platform cpu",
         "utils.distributed.initialize_global_process_group_ray": "wrapped: gloo alone on platform cpu",
         "workers.rollout.base._ROLLOUT_REGISTRY": "verl's own modes on the CPU: another way for the weights",
+        "utils.model.load_valuehead_model": "replaced on a CPU: it loads a critic with flash-attn alone",
         "utils.config.validate_config": "our keys are checked with verl's, before Ray starts",
     },
     "torch.distributed.fsdp": {

@@ -236,6 +236,7 @@ def gpu(monkeypatch):
         ({}, ["model.override_config.attn_implementation=null, so flash_attention_2: it is not installed here", "or set +actor"]),
         ({ATTENTION: {"attn_implementation": "flash_attention_2"}}, ["attn_implementation=flash_attention_2: it is not"]),
         ({ATTENTION: SDPA, "critic": {"enable": True, "model": {}}}, ["critic.model.override_config.attn_implementation=null"]),
+        ({ATTENTION: SDPA, "critic": {"enable": True, "model": {"override_config": SDPA}}}, ["verl loads no critic"]),
         ({f"{REF}__actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}},
          ["install flash-attn, sdpa does not go with ulysses_sequence_parallel_size=2"]),
     ],

@@ -50,7 +50,6 @@ _CUTS = [
     "mux.rollout.oversample.rate=0.5", "mux.rollout.segments.segment_length=16", "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]  # fmt: skip
-_VERLS = "DAPO, sync"
 
 
 class Layout(NamedTuple):
@@ -116,9 +115,8 @@ LAYOUTS = {
     "RLOO": Layout(keys=["algorithm.adv_estimator=rloo"]),
     "ReMax": Layout(keys=["algorithm.adv_estimator=remax"]),
     "several turns": Layout(keys=TOOL),
-    _VERLS: Layout("sync", keys=_FILTERED),
-    "DAPO": Layout(keys=_FILTERED, like=_VERLS),
-    "DAPO, colocated": Layout("mux_colocate", keys=_FILTERED, like=_VERLS),
+    "DAPO": Layout(keys=_FILTERED),
+    "DAPO, colocated": Layout("mux_colocate", keys=_FILTERED, like="DAPO"),
     "DAPO, over-sampling and segments": Layout(keys=[*_FILTERED, *_CUTS], older=True),
 }
 
@@ -167,8 +165,6 @@ def figures(metrics: Sequence[Mapping[str, float]], trainer: Sequence[dict]) -> 
 def wrong(layout: Layout, metrics: Sequence[Mapping[str, float]], folder: Path, name: str) -> list[str]:
     # Tokens of older weights have other probabilities.
     agree = [] if layout.older else weights_agree(metrics, STEPS, _LEAST)
-    if not layout.mode.startswith("mux_"):
-        return agree
     found = [*agree, *tiny.held_without_lease(folder, name)]
     served = [event for event in tiny.events(folder, name, "server") if event["event"] == events.ENGINE_GENERATE]
     generating = {event["extra"]["replica"] for event in served}

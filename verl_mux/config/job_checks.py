@@ -437,7 +437,8 @@ def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
     trained = [role for role in _trained_roles(config) if OmegaConf.select(config, f"{role}.strategy") != MEGATRON]
     roles = [models[role] for role in trained if role in models]
     given = {key: OmegaConf.select(config, key) for key in (f"{role}.override_config.attn_implementation" for role in roles)}
-    asked = [key for key, value in given.items() if value in (None, FLASH_ATTENTION)]
+    # verl loads a critic with flash-attn whatever the key says.
+    asked = [key for key, value in given.items() if value in (None, FLASH_ATTENTION) or key.startswith("critic.")]
     if not asked or hub_has_flash_attention():
         return
     ranks = number(config, f"actor_rollout_ref.actor.{_ULYSSES}", 1)
@@ -446,6 +447,8 @@ def _refused_attention(config: DictConfig) -> Iterator[Refusal]:
         why = "it is not installed here, and no hub that answers has it for transformers"
         # verl hands sequences from rank to rank inside flash-attn's calls alone.
         way_out = f"or set +{key}=sdpa" if ranks == 1 else f"sdpa does not go with ulysses_sequence_parallel_size={ranks}"
+        if key.startswith("critic."):
+            way_out = "without which verl loads no critic"
         yield Refusal(f"{key}={value}: {why}; install flash-attn, {way_out}", key, given[key])
 
 
