@@ -65,6 +65,8 @@ def pytest_runtest_setup() -> None:
         pytest.skip("the time to explore is over")
     random.seed(0)
     os.environ.pop(UID_VARIABLE, None)  # the mark of a job that a test before it was
+    if not accelerator_present():
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of a rollout worker that a test before it was
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
