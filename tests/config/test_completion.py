@@ -142,9 +142,9 @@ def test_a_job_of_verls_own_mode_is_accepted_and_each_change_is_named():
 
 
 def test_a_job_of_our_mode_has_no_key_that_its_user_must_change():
-    found = judged(f"{MODE}=mux_colocate", "actor_rollout_ref.actor.strategy=fsdp2", "algorithm.adv_estimator=rloo")
+    found = judged(f"{MODE}=mux_colocate", "actor_rollout_ref.actor.strategy=fsdp2", "algorithm.adv_estimator=grpo_passk")
     assert found["accepted"] and {entry["reason"] for entry in found["changes"]} == {"verl_mux sets it"}
-    assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "rloo"
+    assert by_key(found["untried"])["algorithm.adv_estimator"]["given"] == "grpo_passk"
 
 
 def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models_files():
@@ -186,7 +186,7 @@ def test_every_refusal_is_named_and_not_only_the_first():
 
 def test_a_models_own_config_says_what_is_new_about_it(tmp_path):
     (tmp_path / "config.json").write_text(
-        '{"num_experts": 8, "vision_config": {"depth": 2}, "layer_types": ["sliding_attention"]}'
+        '{"n_routed_experts": 8, "vision_config": {"depth": 2}, "layer_types": ["sliding_attention"]}'
     )
     sglang, vllm = (judged(f"{ROLLOUT}.name={name}", f"actor_rollout_ref.model.path={tmp_path}") for name in ("sglang", "vllm"))
     assert "sliding-window attention" in by_key(sglang["refusals"])["actor_rollout_ref.model.path"]["reason"]

@@ -1,10 +1,8 @@
 """What a coordinator remembers across its own end, and what it withholds until that is on disk."""
 
 import collections
-import contextlib
 import os
 import random
-import resource
 import shutil
 import tempfile
 import time
@@ -14,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.coordinator.conftest import POOLS
+from tests.full_disk import no_room_beyond
 from verl_mux.coordinator import journal as journal_module
 from verl_mux.coordinator import journal_files as frames
 from verl_mux.coordinator.bus import messages as m
@@ -528,17 +527,6 @@ def test_frames_of_another_file_are_none_of_this(frame_file, tmp_path):
     other.close()
     mine, theirs = frame_file.read_bytes(), (tmp_path / "other").read_bytes()
     assert is_noticed(mine[: -len(theirs) // 2] + theirs[-len(theirs) // 2 :])
-
-
-@contextlib.contextmanager
-def no_room_beyond(size):
-    """For any file of this process, so only for the length of a block: pytest writes too."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_write_for_which_there_is_no_room_leaves_the_file_as_it_was(tmp_path):

@@ -128,12 +128,12 @@ def main() -> None:
         assets.mkdir(parents=True)
         tiny.make_assets(assets, hidden=256)
         tiny.make_other_models(assets)
-    told = {name: play(LAYOUTS[name], folder, assets, name.replace(", ", "_").replace(" ", "_").lower()) for name in names}
-    for name, found in told.items():
-        if (like := told.get(LAYOUTS[name].like)) and like.get("reward") != found.get("reward"):
+    results = {name: play(LAYOUTS[name], folder, assets, name.replace(", ", "_").replace(" ", "_").lower()) for name in names}
+    for name, found in results.items():
+        if (like := results.get(LAYOUTS[name].like)) and like.get("reward") != found.get("reward"):
             found["wrong"].append(f"rewards differ from those of {LAYOUTS[name].like}")
-    print(json.dumps(told, indent=2))
-    sys.exit(any(it["wrong"] for it in told.values()))
+    print(json.dumps(results, indent=2))
+    sys.exit(any(it["wrong"] for it in results.values()))
 
 
 def play(layout: Layout, folder: Path, assets: Path, name: str) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def test_two_jobs_get_one_certificate(composed, run_main):
 
 def test_capacity_comes_from_the_coordinators_file(composed, run_main, tmp_path):
     (tmp_path / "pools.yaml").write_text(POOLS)
-    told = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
-    assert (told["gpus"]["r0"]["capacity"], told["gpus"]["t0"]["capacity"]) == (102_600_000_000, 60 * 10**9)
+    planned = json.loads(run_main("plan", "--memory", composed("math"), "--pools", tmp_path / "pools.yaml", "--json")[1])
+    assert (planned["gpus"]["r0"]["capacity"], planned["gpus"]["t0"]["capacity"]) == (102_600_000_000, 60 * 10**9)
 
 
 def test_a_host_that_has_less_than_the_file_says_counts_by_what_it_has(composed, run_main, tmp_path, monkeypatch):

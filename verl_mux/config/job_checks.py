@@ -474,7 +474,7 @@ _NONE = "no job has run with it"
 _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.device", ("cpu",), "no job has run on it"),
     ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
-    ("algorithm.adv_estimator", ("grpo", "gae"), _NONE),
+    ("algorithm.adv_estimator", ("grpo", "gae", "rloo", "reinforce_plus_plus"), _NONE),
     ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
     (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
     (f"{_TEACHERS}.enabled", (False,), _NONE),
@@ -487,7 +487,7 @@ _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{_ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", ("auto",), "no job has slept with a quantized KV cache"),
 )
 _KINDS = {
-    "vision_config": "images", "num_experts": "experts", "n_routed_experts": "experts", "num_local_experts": "experts",
+    "vision_config": "images", "n_routed_experts": "experts", "num_local_experts": "experts",
     "linear_num_key_heads": "linear attention", "hybrid_override_pattern": "state-space layers",
 }  # fmt: skip
 

@@ -1,12 +1,10 @@
 """The log's lines: their format, and that nothing a caller hands over stops it."""
 
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from datetime import datetime
 import numpy
 import pytest
 
+from tests.full_disk import no_room_beyond
 from verl_mux.profiling.eventlog import log as log_module
 from verl_mux.profiling.eventlog.log import MAX_LINE_BYTES, NULL_LOG, EventLog, LineFiles, LineWriter
 
@@ -319,17 +318,6 @@ def test_a_directory_that_cannot_be_written_costs_lines_and_nothing_else(tmp_pat
     writer.put(fine, 1, b"y\n")
     assert writer.flush(10.0)
     assert texts(tmp_path / "fine")["step_1/worker_0.jsonl"] == "y\n"
-
-
-@contextlib.contextmanager
-def no_room_beyond(size):
-    """For any file of this process."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_on_a_disk_that_was_full_for_a_while_every_line_is_there_or_counted_and_each_time_is_said_once(tmp_path, caplog):

@@ -150,8 +150,8 @@ def test_a_sample_that_does_not_end_fails_after_its_time_and_says_in_which_turn(
 
     with pytest.raises(request_log.TooLong):
         asyncio.run(run())
-    (told,) = named(log, "aborted_request_with_cancelled_error")
-    assert (told["reason"], told["error"]) == (
+    (event,) = named(log, "aborted_request_with_cancelled_error")
+    assert (event["reason"], event["error"]) == (
         "failed", "TooLong: no end after 0.1 s (mux.rollout.sample_timeout_s), in turn 2",
     )  # fmt: skip
 
