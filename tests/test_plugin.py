@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import wrapt
 
-from verl_mux.config.job_checks import MODES
+from verl_mux.config.rollout_checks import MODES
 from verl_mux.post_import import after_import
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from tests.config.test_schema import refusal, verl_config
 from verl_mux.config import job_checks, preflight
-from verl_mux.config.job_checks import Surroundings, check, model_config, refused_rollout, refused_surroundings, sliding_window
+from verl_mux.config.job_checks import check, model_config, refused_surroundings, sliding_window
+from verl_mux.config.rollout_checks import Surroundings, refused_rollout
 from verl_mux.config.schema import RolloutConfig, convert, raise_first
 from verl_mux.errors import UserError
 from verl_mux.rollout.control.oversampling import LagLimit

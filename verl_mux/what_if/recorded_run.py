@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from verl_mux.config.job_checks import Surroundings, refused_rollout
+from verl_mux.config.rollout_checks import Surroundings, refused_rollout
 from verl_mux.config.schema import DispatchConfig, RolloutConfig
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
