@@ -159,6 +159,7 @@ def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models
 def test_what_stands_on_gpus_of_its_own_stays_awake_there():
     keys = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
     keys += ["reward.reward_model.rollout.name=sglang", "distillation.enabled=true", "distillation.nnodes=1"]
+    keys += [f"{ROLLOUT}.name=vllm"]
     found, plain = judged(*keys), judged()
     changed = by_key(found["changes"]).keys() - by_key(plain["changes"]).keys()
     engines = ("reward.reward_model.rollout", "distillation.teacher_models.teacher_model.inference")

@@ -65,6 +65,7 @@ def veomni(**given):
             ["reward.reward_model.enable=True", "do not cover it; reward.reward_model.en"],
         ),
         (own("reward", nnodes=0), ["reward.reward_model.nnodes is 0; a number of 1 or more is needed"]),
+        (own("distillation"), ["distillation.enabled=True does not go with", "rollout.name=sglang", "allowed: vllm"]),
         (own("distillation", n_gpus_per_node=None), ["distillation.n_gpus_per_node is None; a number of 1 or more"]),
         ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
         ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
@@ -126,7 +127,7 @@ def test_it_is_refused_by_name(changes, words):
     [
         {"algorithm__filter_groups": {"enable": True, "metric": "reward", "max_num_gen_batches": 10}},
         own("reward"),
-        own("distillation"),
+        {**own("distillation"), **vllm()},
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
         {f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_adapter_path": "a"},
         megatron(vanilla_mbridge=False) | {f"{MODEL}__lora__rank": 8},
