@@ -35,7 +35,8 @@ def own(role, **given):
     """A reward model or teachers on GPUs of their own."""
     keys = {"nnodes": 1, "n_gpus_per_node": 2, **given}
     if role == "reward":
-        return {"reward__reward_model": {"enable": True, "enable_resource_pool": True, **keys}}
+        model = {"enable": True, "enable_resource_pool": True, **keys}
+        return {"reward": {"reward_model": model, "custom_reward_function": {"path": "judge.py"}}}
     return {"distillation": {"enabled": True, **keys}}
 
 
@@ -63,6 +64,10 @@ def veomni(**given):
         (
             {"reward": {"reward_model": {"enable": True}}},
             ["reward.reward_model.enable=True", "do not cover it; reward.reward_model.en"],
+        ),
+        (
+            {"reward__reward_model": {"enable": True, "enable_resource_pool": True, "nnodes": 1, "n_gpus_per_node": 1}},
+            ["without reward.custom_reward_function.path", "needed: a function that asks"],
         ),
         (own("reward", nnodes=0), ["reward.reward_model.nnodes is 0; a number of 1 or more is needed"]),
         (own("distillation"), ["distillation.enabled=True does not go with", "rollout.name=sglang", "allowed: vllm"]),

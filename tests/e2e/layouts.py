@@ -52,19 +52,11 @@ _CUTS = [
 ]  # fmt: skip
 
 _TEACHER = "distillation.teacher_models.teacher_model"
-# A teacher's or a reward model's engine has a GPU of its own.
+# A teacher's engine has a GPU of its own.
 _TAUGHT = [
     "distillation.enabled=true", "distillation.nnodes=1", "distillation.n_gpus_per_node=1",
     f"{_TEACHER}.model_path={{assets}}/untied", f"{_TEACHER}.num_replicas=1", f"{_TEACHER}.key=sums",
     f"{_TEACHER}.inference.tensor_model_parallel_size=1", f"{_TEACHER}.inference.max_model_len=128",
-]  # fmt: skip
-
-_JUDGE = "reward.reward_model"
-_JUDGED = [
-    f"{_JUDGE}.enable=true", f"{_JUDGE}.enable_resource_pool=true", f"{_JUDGE}.nnodes=1", f"{_JUDGE}.n_gpus_per_node=1",
-    f"{_JUDGE}.model_path={{assets}}/judge", f"{_JUDGE}.rollout.name={tiny.ENGINE}", f"{_JUDGE}.rollout.dtype=float32",
-    f"{_JUDGE}.rollout.tensor_model_parallel_size=1", f"{_JUDGE}.rollout.prompt_length=128",
-    f"{_JUDGE}.rollout.response_length=32", "reward.custom_reward_function.path=null",
 ]  # fmt: skip
 
 
@@ -132,7 +124,6 @@ LAYOUTS = {
     "ReMax": Layout(keys=["algorithm.adv_estimator=remax"]),
     "several turns": Layout(keys=TOOL),
     "a teacher": Layout(keys=_TAUGHT),  # on vLLM
-    "a reward model that gives a number": Layout(keys=_JUDGED),
     "DAPO": Layout(keys=_FILTERED),
     "DAPO, colocated": Layout("mux_colocate", keys=_FILTERED, like="DAPO"),
     "DAPO, over-sampling and segments": Layout(keys=[*_FILTERED, *_CUTS], older=True),

@@ -87,11 +87,9 @@ def make_assets(directory: Path, hidden: int = 64) -> None:
 
 
 def make_other_models(directory: Path) -> None:
-    """`directory`/experts, two of four for each token, and /untied and /judge, models of the first's sizes, the latter with a
-    number for its answer, beside `make_assets`' model."""
+    """`directory`/experts, two of four for each token, and /untied, a model of the first's sizes, beside `make_assets`' model."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM, Qwen2ForSequenceClassification
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer, dense = AutoTokenizer.from_pretrained(directory / "model"), AutoConfig.from_pretrained(directory / "model")
     dense.tie_word_embeddings = False
@@ -102,9 +100,7 @@ def make_other_models(directory: Path) -> None:
         num_experts_per_tok=2, moe_intermediate_size=dense.hidden_size // 2, norm_topk_prob=True,
     )  # fmt: skip
     torch.manual_seed(0)
-    judge = Qwen2ForSequenceClassification(AutoConfig.from_pretrained(directory / "model", num_labels=1))
-    models = {"experts": Qwen3MoeForCausalLM(experts), "untied": Qwen2ForCausalLM(dense), "judge": judge}
-    for name, model in models.items():
+    for name, model in (("experts", Qwen3MoeForCausalLM(experts)), ("untied", Qwen2ForCausalLM(dense))):
         for part, param in model.named_parameters():
             # Which experts a token goes to is clear, in whatever precision it is computed.
             param.data *= 50 if part.endswith("mlp.gate.weight") else 1
