@@ -158,7 +158,9 @@ def test_an_engine_that_serves_an_adapter_reads_its_base_weights_from_the_models
 
 def test_what_stands_on_gpus_of_its_own_stays_awake_there():
     keys = ["reward.reward_model.enable=true", "reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
-    keys += ["reward.reward_model.rollout.name=sglang", "distillation.enabled=true", "distillation.nnodes=1"]
+    keys += ["reward.custom_reward_function.path=judge.py", "reward.reward_model.rollout.name=sglang"]
+    keys += ["distillation.enabled=true", "distillation.nnodes=1"]
+    keys += [f"{ROLLOUT}.name=vllm"]
     found, plain = judged(*keys), judged()
     changed = by_key(found["changes"]).keys() - by_key(plain["changes"]).keys()
     engines = ("reward.reward_model.rollout", "distillation.teacher_models.teacher_model.inference")
@@ -176,7 +178,7 @@ def test_every_refusal_is_named_and_not_only_the_first():
     roles = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
     named = {
         "mux.seeed": 1, "mux.rollout.tail": "cut", f"{ROLLOUT}.name": "trtllm", f"{ROLLOUT}.tensor_model_parallel_size": 2,
-        "reward.reward_model.enable": True, **dict.fromkeys(roles, "torchtitan"),
+        "reward.reward_model.enable": True, "reward.custom_reward_function.path": None, **dict.fromkeys(roles, "torchtitan"),
         "actor_rollout_ref.model.lora_adapter_path": "a",
     }  # fmt: skip
     assert {entry["key"]: entry["given"] for entry in found["refusals"]} == named and not found["accepted"]

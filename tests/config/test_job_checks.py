@@ -35,7 +35,8 @@ def own(role, **given):
     """A reward model or teachers on GPUs of their own."""
     keys = {"nnodes": 1, "n_gpus_per_node": 2, **given}
     if role == "reward":
-        return {"reward__reward_model": {"enable": True, "enable_resource_pool": True, **keys}}
+        model = {"enable": True, "enable_resource_pool": True, **keys}
+        return {"reward": {"reward_model": model, "custom_reward_function": {"path": "judge.py"}}}
     return {"distillation": {"enabled": True, **keys}}
 
 
@@ -64,7 +65,12 @@ def veomni(**given):
             {"reward": {"reward_model": {"enable": True}}},
             ["reward.reward_model.enable=True", "do not cover it; reward.reward_model.en"],
         ),
+        (
+            {"reward__reward_model": {"enable": True, "enable_resource_pool": True, "nnodes": 1, "n_gpus_per_node": 1}},
+            ["without reward.custom_reward_function.path", "needed: a function that asks"],
+        ),
         (own("reward", nnodes=0), ["reward.reward_model.nnodes is 0; a number of 1 or more is needed"]),
+        (own("distillation"), ["distillation.enabled=True does not go with", "rollout.name=sglang", "allowed: vllm"]),
         (own("distillation", n_gpus_per_node=None), ["distillation.n_gpus_per_node is None; a number of 1 or more"]),
         ({"trainer__v1__mux_separate": {"parameter_sync_step": 4}}, ["mux_separate.parameter_sync_step is 4", "on-policy"]),
         ({f"{REF}__rollout__quantization": "fp8"}, ["rollout.quantization=fp8 is not supported"]),
@@ -126,7 +132,7 @@ def test_it_is_refused_by_name(changes, words):
     [
         {"algorithm__filter_groups": {"enable": True, "metric": "reward", "max_num_gen_batches": 10}},
         own("reward"),
-        own("distillation"),
+        {**own("distillation"), **vllm()},
         {f"{MODEL}__lora": {"rank": 8, "merge": True}},
         {f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_adapter_path": "a"},
         megatron(vanilla_mbridge=False) | {f"{MODEL}__lora__rank": 8},

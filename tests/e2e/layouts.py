@@ -51,6 +51,14 @@ _CUTS = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]  # fmt: skip
 
+_TEACHER = "distillation.teacher_models.teacher_model"
+# A teacher's engine has a GPU of its own.
+_TAUGHT = [
+    "distillation.enabled=true", "distillation.nnodes=1", "distillation.n_gpus_per_node=1",
+    f"{_TEACHER}.model_path={{assets}}/untied", f"{_TEACHER}.num_replicas=1", f"{_TEACHER}.key=sums",
+    f"{_TEACHER}.inference.tensor_model_parallel_size=1", f"{_TEACHER}.inference.max_model_len=128",
+]  # fmt: skip
+
 
 class Layout(NamedTuple):
     """`engine_gpus`: on the rollout side, or where `mode` has one pool, on that. `megatron`: the dimension that its ranks divide;
@@ -115,6 +123,7 @@ LAYOUTS = {
     "RLOO": Layout(keys=["algorithm.adv_estimator=rloo"]),
     "ReMax": Layout(keys=["algorithm.adv_estimator=remax"]),
     "several turns": Layout(keys=TOOL),
+    "a teacher": Layout(keys=_TAUGHT),  # on vLLM
     "DAPO": Layout(keys=_FILTERED),
     "DAPO, colocated": Layout("mux_colocate", keys=_FILTERED, like="DAPO"),
     "DAPO, over-sampling and segments": Layout(keys=[*_FILTERED, *_CUTS], older=True),

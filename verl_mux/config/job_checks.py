@@ -57,9 +57,9 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
     yield from refused_numbers(config)
     yield from _refused_sizes(config, mode)
     unsupported = f"is not supported by {_MODE}={mode}"
-    if OmegaConf.select(config, key := f"{_REWARD}.enable") and not OmegaConf.select(config, f"{_REWARD}.enable_resource_pool"):
-        own = f"{_REWARD}.enable_resource_pool=True gives it GPUs of its own ({_REWARD}.nnodes, n_gpus_per_node)"
-        yield Refusal(f"{key}=True {unsupported} on the trainer's GPUs, whose leases do not cover it; {own}", key, True)
+    yield from _refused_reward_model(config, unsupported)
+    if OmegaConf.select(config, key := f"{_TEACHERS}.enabled") and (why := getattr(engines().get(name), "no_teacher", "")):
+        yield Refusal(f"{key}=True does not go with {_ROLLOUT}.name={name}: {why}; allowed: vllm", key, True)
     yield from _refused_filter(config)
     yield from _refused_memory(config, mode, unsupported)
     backend = f"{_ROLLOUT}.checkpoint_engine.backend"
@@ -81,6 +81,17 @@ def refused(config: DictConfig) -> Iterator[Refusal]:
         routing, sampler = f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.v1.sampler.custom_sampler.path"
         yield from _forbid(config, [routing], f"{ours} do not keep routed experts", "False")
         yield from _forbid(config, [sampler], f"{ours} choose the batch themselves", "null")
+
+
+def _refused_reward_model(config: DictConfig, unsupported: str) -> Iterator[Refusal]:
+    if not OmegaConf.select(config, key := f"{_REWARD}.enable"):
+        return
+    if not OmegaConf.select(config, f"{_REWARD}.enable_resource_pool"):
+        own = f"{_REWARD}.enable_resource_pool=True gives it GPUs of its own ({_REWARD}.nnodes, n_gpus_per_node)"
+        yield Refusal(f"{key}=True {unsupported} on the trainer's GPUs, whose leases do not cover it; {own}", key, True)
+    if OmegaConf.select(config, function := "reward.custom_reward_function.path") is None:
+        why = "verl 0.9.1's agent loop fails on the answer of a model that gives a number, in verl's own modes too"
+        yield Refusal(f"{key}=True without {function}: {why}; needed: a function that asks the model for text", function, None)
 
 
 def _filters(config: DictConfig) -> bool:
@@ -463,15 +474,16 @@ def _language_model(model: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- what no job has done yet
 
 _FEW = "jobs of a few steps alone have run with more than 1"
+_FEW_STEPS = "jobs of a few steps on a CPU alone have run with it"
 _NONE = "no job has run with it"
 # (key, what jobs have run with, why anything else is worth a look)
 _TRIED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("trainer.device", ("cpu",), "no job has run on it"),
     ("trainer.nnodes", (1,), "more than one ran on hosts made of network namespaces alone"),
     ("algorithm.adv_estimator", ("grpo", "gae", "rloo", "reinforce_plus_plus"), _NONE),
-    ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), "jobs of a few steps on a CPU alone have run with it"),
+    ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2"), _FEW_STEPS),
     (f"actor_rollout_ref.actor.{_ULYSSES}", (1,), _NONE),
-    (f"{_TEACHERS}.enabled", (False,), _NONE),
+    (f"{_TEACHERS}.enabled", (False,), _FEW_STEPS),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), _FEW),
     (f"{_ROLLOUT}.data_parallel_size", (1,), _NONE),
     (f"{_ROLLOUT}.pipeline_model_parallel_size", (1,), _NONE),

@@ -44,6 +44,7 @@ class EngineRecord:
     prefill_graphs: whether, by the arguments given, it captures graphs of prefills that stay on the GPU while it sleeps.
     refused_arguments: (name, why, what is allowed) of each of the arguments given that loses weights or keeps memory asleep.
     no_windows: why a model with sliding-window attention is refused; empty: it is not.
+    no_teacher: why none of verl's teachers runs on it; empty: they do.
     other_names: model types of which it does not know the weights by the names that they have in transformers 5.
     cpu_arguments: where there is no GPU. stock_cpu_arguments: there, in verl's own trainer modes, where no engine sleeps.
 
@@ -74,6 +75,7 @@ class EngineRecord:
     prefill_graphs: Callable[[Arguments], bool] = lambda given: False
     refused_arguments: Callable[[Arguments], Iterable[tuple[str, str, str]]] = lambda given: ()
     no_windows: str = ""
+    no_teacher: str = ""
     other_names: tuple[str, ...] = ()
     cpu_arguments: Arguments = field(default_factory=dict)
     stock_cpu_arguments: Arguments = field(default_factory=dict)

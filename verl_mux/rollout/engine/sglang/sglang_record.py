@@ -122,6 +122,7 @@ RECORD = EngineRecord(
     priority_arguments=priority_arguments,
     prefill_graphs=prefill_graphs,
     refused_arguments=refused_arguments,
+    no_teacher="verl 0.9.1 sends it `detokenize` with each request, which SGLang 0.5.12 refuses, in verl's own modes too",
     no_windows="SGLang 0.5.12 keeps its KV cache on the device while it sleeps",
     cpu_arguments={
         "device": "cpu",
