@@ -35,7 +35,7 @@ REFUSED = {
     VALID: [
         ("dir: runs/x", "", ["dir"]),
         ("dir: runs/x", "dir: runs/x\nworkers: 3", ["workers"]),
-        ("seed: 3", "sead: 3", ["sead", "math"]),
+        ("seed: 3", "sead: 3", ["line 8", "sead", "jobs.math", "did you mean `seed`?"]),
         ("seed: 3", "seed: three", ["seed", "math"]),
         ("seed: 3", "python: '{here}/no/python'", ["'math'", "python is {here}/no/python", "no program /"]),
         ("seed: 3", "slo: .nan", ["slo is nan", "math", "at least 1"]),
@@ -61,7 +61,7 @@ REFUSED = {
         ("grace: 1", "grace: .nan", ["'sums'", "grace is nan; 0 s or more"]),
         ("grace: 1", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
         ("pool: train", "pool: trian", ["'sums'", "'trian'", "train (t0)"]),
-        ("grace: 1", "graze: 1", ["'sums'", "graze", "a filler has pool, command"]),
+        ("grace: 1", "graze: 1", ["graze", "fillers.sums", "line 11", "did you mean `grace`?", "allowed: pool, command"]),
         ("  sums:", "  math:", ["'math'", "both a job and a filler"]),
         ("  sums:", "  a/b:", ["filler 'a/b'", "letters, digits"]),
         ("[python, train.py]", "[]", ["'sums'", "command is empty"]),
@@ -71,7 +71,7 @@ REFUSED = {
         ("after: [math, code]", "after: [missing]", ["'late'", "'missing'", "math, code, late"]),
         ("after: [math, code]", "after: [late]", ["'late'", "its own end"]),
         ("math: {", "math: {after: [late], ", ["'math'", "its own end"]),
-        ("nodes: auto", "nodes: any", ["'code'", "nodes"]),
+        ("nodes: auto", "nodes: any", ["jobs.code.nodes", "given: 'any'; allowed: a mapping, auto"]),
         ("kind: H20, ", "", ["'rollout'", "kind"]),
     ],
     WITH_RAY: [
@@ -102,6 +102,19 @@ def refusal(path) -> str:
     text = str(error.value)
     assert "\n" not in text and ("run.yaml" in text or "coordinator configuration" in text)
     return text
+
+
+def test_all_mistakes_of_a_file_are_said_at_once(write):
+    wrong = VALID.replace("seed: 3", "sead: 3").replace("gpus: {rollout: 4, train: 1}", "restarts: many").replace("dir:", "dirr:")
+    text = refusal(write(wrong))
+    for words in (
+        "line 2: unknown field `dirr`; did you mean `dir`?",
+        "line 8: unknown field `sead`",
+        "line 9: Expected `int`, got `str` - at `$.jobs.code-7b.v2.restarts`",
+    ):
+        assert words in text
+    together = refusal(write(VALID.replace("rollout: [r0], train: [t0]}", "rollout: [r9], train: [t8]}, restarts: -1", 1)))
+    assert all(words in together for words in ("'r9'", "'t8'", "restarts is -1")) and together.count("line 8: ") == 3
 
 
 def test_a_valid_file_is_read_and_a_directory_given_beside_it_replaces_its_own(write, tmp_path):

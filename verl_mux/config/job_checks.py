@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -395,6 +396,24 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     if engine and engine.no_windows and (window := sliding_window(model)):
         line = f"{key}={path} has sliding-window attention ({window}): {engine.no_windows}; allowed: models without"
         yield Refusal(line, key, path)
+
+
+# Where a config names files of this machine, besides the model.
+_FILES = (
+    "data.train_files", "data.val_files", "data.custom_cls.path", "reward.custom_reward_function.path",
+    f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.agent.agent_loop_config_path",
+)  # fmt: skip
+
+
+def missing_files(config: DictConfig, folder: Path = Path()) -> Iterator[Refusal]:
+    """A model's folder and files that are not here: found minutes later, in another library's words. A hub's name and an address
+    (hdfs://, pkg://) are no paths. folder: where the job runs."""
+    for key in (f"{_MODEL}.path", *(["critic.model.path"] if _has_critic(config) else []), *_FILES):
+        value = OmegaConf.select(config, key)
+        for path in (value,) if isinstance(value, str) else value or ():
+            named = str(path).startswith(("/", "~", ".")) or key in _FILES
+            if named and "://" not in str(path) and not (folder / Path(path).expanduser()).exists():
+                yield Refusal(f"{key}={path}: there is no such file or folder on this machine", key, path)
 
 
 def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:

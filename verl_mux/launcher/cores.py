@@ -114,8 +114,9 @@ def cores_of(config: Config) -> int:
 def figures(
     intervals: Sequence[Interval], config: Config, alone: Sequence[tuple[float, float]], together: tuple[float, float] | None
 ) -> dict[str, object]:
-    """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: of the throughput ratio, all cores
-    of the pools over cores_alone. None where the run has no such part, or no look fell into it."""
+    """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: an estimate of what
+    the throughput ratio can reach: all cores of the pools over cores_alone. A run may come out above it, as the two are measured
+    in other steps. None where the run has no such part, or no look fell into it."""
     one, of_one = busy(intervals, alone)
     both, of_both = busy(intervals, [together] if together else [])
     return {
@@ -133,7 +134,7 @@ def sentences(mux: dict) -> list[str]:
     if not alone or not together:
         return ["cores busy: not measured"]
     reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
-    lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
+    lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow about {limit:.2f}x{reached}"]
     if limit * MUCH_ALONE < 1:
         lines.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
     return lines
