@@ -122,8 +122,8 @@ def _line(path: Path, at: Place) -> str:
         if isinstance(node, yaml.MappingNode):
             pairs = [(name, value) for name, value in node.value if name.value == str(key)]
         else:
-            items = node.value if isinstance(node, yaml.SequenceNode) and isinstance(key, int) else []
-            pairs = [(value, value) for value in items[key : key + 1]] if items else []
+            inside = isinstance(node, yaml.SequenceNode) and isinstance(key, int)
+            pairs = [(value, value) for index, value in enumerate(node.value) if index == key] if inside else []
         if not pairs:
             break
         line, node = pairs[0][0].start_mark.line + 1, pairs[0][1]

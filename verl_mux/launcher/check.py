@@ -28,41 +28,41 @@ _MODEL = "actor_rollout_ref.model.path"
 def check(run: RunFile) -> tuple[list[str], list[str]]:
     """What is wrong, and what else is to be said, a line each. Raises ModuleNotFoundError, UserError: as `require_verl`."""
     require_verl(run)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(run.jobs, pool.map(lambda name: _composed(name, run), run.jobs), strict=True))
-    wrong = [config for config in found.values() if isinstance(config, str)]
-    configs = {name: config for name, config in found.items() if not isinstance(config, str)}
-    for name, config in configs.items():
+    wrong: list[str] = []
+    configs: dict[str, dict[str, Any]] = {}
+
+    def compose(name: str) -> dict[str, Any] | UserError | Failure:
         try:
-            wrong += [f"job {name!r}: {text}" for text in (*_refused(name, config), *_missing(name, config, run))]
-            wrong += [f"job {name!r}: {text}" for text in _on_other_nodes(name, config, run)]
-        except UserError as error:
-            wrong.append(str(error))
-    notes = [] if wrong else list(_memory(configs, run, wrong))
-    return wrong, notes
+            return composed(composition(name, run.jobs[name], run), _whose(name), _environment(name, run))
+        except (UserError, Failure) as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, found in zip(run.jobs, pool.map(compose, run.jobs), strict=True):
+            try:
+                if not isinstance(found, dict):
+                    raise found
+                configs[name] = found
+                wrong += [f"job {name!r}: {refusal['reason']}" for refusal in judge(found, _whose(name))["refusals"]]
+                wrong += [f"job {name!r}: {text}" for text in (*_missing(name, found, run), *_on_other_nodes(name, found, run))]
+            except (UserError, Failure) as error:
+                wrong.append(str(error))
+    return (wrong, []) if wrong else _memory(configs, run)
+
+
+def _whose(name: str) -> str:
+    return f"the config of job {name!r}"
 
 
 def _environment(name: str, run: RunFile) -> dict[str, str]:
     return {**os.environ, **run.environment, **run.jobs[name].environment}
 
 
-def _composed(name: str, run: RunFile) -> dict[str, Any] | str:
-    """The job's config, or why it cannot be composed."""
-    try:
-        return composed(composition(name, run.jobs[name], run), f"the config of job {name!r}", _environment(name, run))
-    except (UserError, Failure) as error:
-        return str(error)
-
-
-def _refused(name: str, config: dict[str, Any]) -> Iterator[str]:
-    yield from (found["reason"] for found in judge(config, f"the config of job {name!r}")["refusals"])
-
-
-def _missing(name: str, config: dict[str, Any], run: RunFile) -> Iterator[str]:
+def _missing(name: str, config: dict[str, Any], run: RunFile) -> list[str]:
     """What `prepare` is yet to make, in the run's folder, is not missing."""
-    for found in missing_files(OmegaConf.create(config), run.directory / name):
-        if not (run.prepare and str(found.given).startswith(f"{run.directory}/")):
-            yield str(found)
+    made = f"{run.directory}/" if run.prepare else "\0"
+    found = missing_files(OmegaConf.create(config), run.directory / name)
+    return [str(missing) for missing in found if not str(missing.given).startswith(made)]
 
 
 def _on_other_nodes(name: str, config: dict[str, Any], run: RunFile) -> Iterator[str]:
@@ -79,20 +79,15 @@ def _on_other_nodes(name: str, config: dict[str, Any], run: RunFile) -> Iterator
                 yield f"{keys}.n_gpus_per_node is {gpus}, and node {node.name!r} has {node.gpus}"
 
 
-def _memory(configs: dict[str, dict[str, Any]], run: RunFile, wrong: list[str]) -> Iterator[str]:
+def _memory(configs: dict[str, dict[str, Any]], run: RunFile) -> tuple[list[str], list[str]]:
     """The certificate, where jobs name their nodes, have GPUs or a budget, and bring their model's config.json."""
     for name, config in configs.items():
         on_cpu = cpu_platform_wanted([], _environment(name, run)) and at(config, "mux.device.budget") is None
         if on_cpu or run.jobs[name].nodes == "auto" or local_model_config(str(at(config, _MODEL))) is None:
             why = "it has no GPUs" if on_cpu else "it names no nodes, or its model is no folder with a config.json here"
-            yield f"memory: not judged, job {name!r}: {why}"
-            return
+            return [], [f"memory: not judged, job {name!r}: {why}"]
     try:
-        found = certificate(
-            [(f"the config of job {name!r}", config) for name, config in configs.items()], run.coordinator_config()
-        )
+        found = certificate([(_whose(name), config) for name, config in configs.items()], run.coordinator_config())
     except UserError as error:
-        wrong.append(str(error))
-        return
-    wrong += [f"memory: {reason}" for reason in found.why_not]
-    yield from (f"memory: {note}" for note in found.notes)
+        return [str(error)], []
+    return [f"memory: {reason}" for reason in found.why_not], [f"memory: {note}" for note in found.notes]

@@ -1,26 +1,6 @@
-"""The YAML file of `verl-mux run`: one coordinator and several verl jobs, which this machine starts.
+"""The YAML file of `verl-mux run`: one coordinator and several verl jobs, which this machine starts. Its keys: docs/run_file.md.
 
-    base: demo.yaml                      # beside this file: what it says holds here too; lists here come after its lists
-    dir: runs/demo                       # everything the run writes
-    prepare: [[python, make_data.py]]    # commands run before, side by side
-    environment: {NAME: value}           # for all jobs
-    coordinator: {pools: ..., schedule: ...}
-    config_name: mux_ppo_trainer         # verl's primary config
-    overrides: [key=value, ...]          # for all jobs
-    bind: tcp://10.0.0.1:5570            # where other hosts reach the coordinator; none: this machine alone
-    keys: /secure/mux_keys               # of the coordinator; default with `bind`: `keys` in `dir`, made where it is missing
-    resume: true                         # jobs go on from their checkpoints in `dir` instead of starting anew
-    jobs:
-      NAME: {nodes: {rollout: [r0], train: [t0]}, gpus: {rollout: 1, train: 1}, seed: 1, overrides: [...]}
-      OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
-      THIRD: {nodes: ..., restarts: 2} # when it fails or is killed it is started again, at most twice, from its last checkpoint
-      OTHER_ENGINE: {nodes: ..., python: ../.venv-vllm/bin/python} # of an environment with the same verl_mux and its own engine
-      WIDE: {nodes: ..., ray: "10.0.0.1:20000"} # joins this Ray cluster, which has a node for each of the job's nodes
-    fillers:                             # run where no job does, until the jobs have ended; see docs/hold.md
-      NAME: {pool: train, command: [python, train.py]}
-
-{dir}, {job}, {seed} and {here}, the folder of the run file, are replaced in commands and overrides. Runs in `verl-mux run`,
-`verl-mux plan` and bench/; reads the file only.
+Runs in `verl-mux run`, `verl-mux plan` and bench/; reads the file only.
 """
 
 from __future__ import annotations
@@ -79,7 +59,7 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See the module's docstring. Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
+    """Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
     holds the pools that it answered with."""
 
     dir: str
@@ -212,8 +192,8 @@ def _wrong_job(job: str, spec: JobSpec, config: Config | None) -> Iterator[str]:
     for side, nodes in spec.nodes.items() if config is not None else ():
         gpus = spec.gpus.get(side, 1)
         for name in nodes:
-            if (node := config.node(name)) is None:
-                yield f"{job}: there is no node {name!r}; there are {config.describe_pools()}"
+            if (node := config.node(name)) is None:  # type: ignore[union-attr]
+                yield f"{job}: there is no node {name!r}; there are {config.describe_pools()}"  # type: ignore[union-attr]
             elif not 0 <= gpus <= node.gpus:
                 yield f"{job} asks for {gpus} GPUs on node {name!r}, which has {node.gpus}"
 
