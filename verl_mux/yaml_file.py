@@ -104,7 +104,7 @@ def _within(given: Any, kind: Any, at: Place) -> list[Mistake]:
         if key in fields:
             found += _mistakes(value, fields[key], (*at, key))
             continue
-        near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(str(key), fields, n=1)
         where, hint = f" in {_words(at)[1:]}" if at else "", f"did you mean `{near[0]}`? " if near else ""
         found.append(((*at, key), f"unknown field `{key}`{where}; {hint}allowed: {', '.join(fields)}"))
     return found

@@ -106,6 +106,7 @@ def refusal(path) -> str:
 
 def test_all_mistakes_of_a_file_are_said_at_once(write):
     wrong = VALID.replace("seed: 3", "sead: 3").replace("gpus: {rollout: 4, train: 1}", "restarts: many").replace("dir:", "dirr:")
+    wrong = wrong.replace("{name: t0}", "{name: t0, gpuz: 1}")
     text = refusal(write(wrong))
     for words in (
         "line 2: unknown field `dirr`; did you mean `dir`?",

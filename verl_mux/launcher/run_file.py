@@ -105,6 +105,8 @@ def read(path: Path, directory: Path | None = None, resume: bool = False, more: 
         if wrong := list(_unfitting(run)):
             raise Mistakes(wrong)
     except Mistakes as mistakes:
+        if isinstance(given, dict) and not any(at[:1] == ("coordinator",) for at, _ in mistakes.each):
+            mistakes = Mistakes([*mistakes.each, *_coordinator(given.get("coordinator"))[1]])
         raise mistakes.in_file(path, *_bases(path)) from None
     return run
 
@@ -127,19 +129,23 @@ def _joined(one: Any, other: Any) -> Any:
     return [*one, *other] if isinstance(one, list) and isinstance(other, list) else other
 
 
+def _coordinator(keys: Any) -> tuple[Config | None, list[Mistake]]:
+    try:
+        return make_config(keys) if isinstance(keys, dict) else None, []
+    except Mistakes as mistakes:
+        return None, [(("coordinator", *at), text) for at, text in mistakes.each]
+    except UserError as error:
+        return None, [(("coordinator",), str(error))]
+
+
 def _unfitting(run: RunFile) -> Iterator[Mistake]:
     """What a run file says that does not go together."""
     if not run.jobs:
         yield ("jobs",), "`jobs` is empty; at least one is needed"
     if run.bind is not None and re.match(r"tcp://(0\.0\.0\.0|\[::\]|\*)?:", run.bind):
         yield ("bind",), f"bind is {run.bind}; one address of this machine is needed, at which the hosts reach it"
-    config = None
-    try:
-        config = run.coordinator_config()
-    except Mistakes as mistakes:
-        yield from ((("coordinator", *at), text) for at, text in mistakes.each)
-    except UserError as error:
-        yield ("coordinator",), str(error)
+    config, mistakes = _coordinator(run.coordinator_keys())
+    yield from mistakes
     for name, filler in run.fillers.items():
         wrong = [*_wrong_name(name, "filler"), *_wrong_filler(f"filler {name!r}", filler, config)]
         if name in run.jobs:
