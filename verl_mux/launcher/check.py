@@ -22,8 +22,6 @@ from verl_mux.launcher.run_processes import composed, composition, require_verl
 from verl_mux.memory.model_files import local_model_config
 from verl_mux.platform.choose import cpu_platform_wanted
 
-_MODEL = "actor_rollout_ref.model.path"
-
 
 def check(run: RunFile) -> tuple[list[str], list[str]]:
     """What is wrong, and what else is to be said, a line each. Raises ModuleNotFoundError, UserError: as `require_verl`."""
@@ -33,7 +31,7 @@ def check(run: RunFile) -> tuple[list[str], list[str]]:
 
     def compose(name: str) -> dict[str, Any] | UserError | Failure:
         try:
-            return composed(composition(name, run.jobs[name], run), _whose(name), _environment(name, run))
+            return composed(composition(name, run.jobs[name], run), f"the config of job {name!r}", _environment(name, run))
         except (UserError, Failure) as error:
             return error
 
@@ -43,15 +41,13 @@ def check(run: RunFile) -> tuple[list[str], list[str]]:
                 if not isinstance(found, dict):
                     raise found
                 configs[name] = found
-                wrong += [f"job {name!r}: {refusal['reason']}" for refusal in judge(found, _whose(name))["refusals"]]
+                wrong += [
+                    f"job {name!r}: {refusal['reason']}" for refusal in judge(found, f"the config of job {name!r}")["refusals"]
+                ]
                 wrong += [f"job {name!r}: {text}" for text in (*_missing(name, found, run), *_on_other_nodes(name, found, run))]
             except (UserError, Failure) as error:
                 wrong.append(str(error))
     return (wrong, []) if wrong else _memory(configs, run)
-
-
-def _whose(name: str) -> str:
-    return f"the config of job {name!r}"
 
 
 def _environment(name: str, run: RunFile) -> dict[str, str]:
@@ -83,11 +79,17 @@ def _memory(configs: dict[str, dict[str, Any]], run: RunFile) -> tuple[list[str]
     """The certificate, where jobs name their nodes, have GPUs or a budget, and bring their model's config.json."""
     for name, config in configs.items():
         on_cpu = cpu_platform_wanted([], _environment(name, run)) and at(config, "mux.device.budget") is None
-        if on_cpu or run.jobs[name].nodes == "auto" or local_model_config(str(at(config, _MODEL))) is None:
+        if (
+            on_cpu
+            or run.jobs[name].nodes == "auto"
+            or local_model_config(str(at(config, "actor_rollout_ref.model.path"))) is None
+        ):
             why = "it has no GPUs" if on_cpu else "it names no nodes, or its model is no folder with a config.json here"
             return [], [f"memory: not judged, job {name!r}: {why}"]
     try:
-        found = certificate([(_whose(name), config) for name, config in configs.items()], run.coordinator_config())
+        found = certificate(
+            [(f"the config of job {name!r}", config) for name, config in configs.items()], run.coordinator_config()
+        )
     except UserError as error:
         return [str(error)], []
     return [f"memory: {reason}" for reason in found.why_not], [f"memory: {note}" for note in found.notes]

@@ -30,11 +30,7 @@ KEPT = {COORDINATOR: "the coordinator's files", EARLIER: "earlier runs", AGENTS:
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One verl job. `nodes`: the coordinator's nodes by side, or `auto`; `gpus`: logical or real GPUs it uses on each node
-    of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
-    that must have ended before it is started. `restarts`: how often it is started again, from its newest checkpoint, when it
-    ended with an error other than in its keys. `ray`: HOST:PORT of the job's Ray cluster; None: the job starts one here.
-    `python`: the interpreter of its processes on this machine."""
+    """One verl job."""
 
     nodes: dict[str, list[str]] | Literal["auto"] = "auto"
     gpus: dict[str, int] = msgspec.field(default_factory=lambda: {"rollout": 1, "train": 1})
@@ -49,7 +45,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A command that uses what the jobs leave: the options of `verl-mux hold`. Times in seconds."""
+    """The options of `verl-mux hold`. Times in seconds."""
 
     pool: str
     command: list[str]
