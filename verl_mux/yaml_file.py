@@ -100,13 +100,15 @@ def _within(given: Any, kind: Any, at: Place) -> list[Mistake]:
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(given, dict)):
         return []
     fields, found = {field.name: field.type for field in msgspec.structs.fields(kind)}, []
+    names = [name for name in fields if name not in getattr(kind, "INTERNAL", ())]
     for key, value in given.items():
         if key in fields:
             found += _mistakes(value, fields[key], (*at, key))
             continue
-        near = difflib.get_close_matches(str(key), fields, n=1)
-        where, hint = f" in {_words(at)[1:]}" if at else "", f"did you mean `{near[0]}`? " if near else ""
-        found.append(((*at, key), f"unknown field `{key}`{where}; {hint}allowed: {', '.join(fields)}"))
+        near = difflib.get_close_matches(str(key), names, n=1)
+        hints = [f"did you mean `{near[0]}`?"] * bool(near) + [f"allowed: {', '.join(names)}"] * (not found)  # once a mapping
+        where = f" in {_words(at)[1:]}" if at else ""
+        found.append(((*at, key), f"unknown field `{key}`{where}{'; ' * bool(hints)}{' '.join(hints)}"))
     return found
 
 

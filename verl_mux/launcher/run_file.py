@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -57,6 +57,8 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
     holds the pools that it answered with."""
+
+    INTERNAL: ClassVar = ("at", "here")  # no keys of the file
 
     dir: str
     coordinator: dict[str, Any]
