@@ -105,10 +105,10 @@ def _within(given: Any, kind: Any, at: Place) -> list[Mistake]:
         if key in fields:
             found += _mistakes(value, fields[key], (*at, key))
             continue
-        near = difflib.get_close_matches(str(key), names, n=1)
-        hints = [f"did you mean `{near[0]}`?"] * bool(near) + [f"allowed: {', '.join(names)}"] * (not found)  # once a mapping
-        where = f" in {_words(at)[1:]}" if at else ""
-        found.append(((*at, key), f"unknown field `{key}`{where}{'; ' * bool(hints)}{' '.join(hints)}"))
+        hints = [f"did you mean `{name}`?" for name in difflib.get_close_matches(str(key), names, n=1)]
+        hints += [] if found else [f"allowed: {', '.join(names)}"]  # once for a mapping
+        what = f"unknown field `{key}`{f' in {_words(at)[1:]}' if at else ''}"
+        found.append(((*at, key), f"{what}; {' '.join(hints)}" if hints else what))
     return found
 
 
