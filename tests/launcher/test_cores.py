@@ -65,12 +65,11 @@ def test_a_run_tells_its_limit(tmp_path):
     assert (mux["cores_alone"], mux["cores_mux"], mux["limit"]) == (1.25, 1.9, 1.6)
 
 
-def test_what_is_printed_of_cores_says_when_one_job_leaves_little_to_share():
+def test_what_is_printed_of_cores():
     mux = {"cores_alone": 1.25, "cores_mux": 1.9, "limit": 1.6, "throughput_ratio": 1.44}
     said = "cores busy: 1.25 alone, 1.90 together, so these cores allow about 1.60x: 90% of that"
     assert cores.sentences(mux) == [said]
     assert cores.sentences({**mux, "cores_alone": 1.5, "limit": 2 / 1.5, "throughput_ratio": None}) == [
         "cores busy: 1.50 alone, 1.90 together, so these cores allow about 1.33x",
-        "a job alone keeps 75% of the cores busy: little is left to share",
     ]
     assert cores.sentences({**mux, "cores_mux": None}) == ["cores busy: not measured"]

@@ -38,7 +38,7 @@ REFUSED = {
         ("seed: 3", "sead: 3", ["line 8", "sead", "jobs.math", "did you mean `seed`?"]),
         ("seed: 3", "seed: three", ["seed", "math"]),
         ("seed: 3", "python: '{here}/no/python'", ["'math'", "python is {here}/no/python", "no program /"]),
-        ("seed: 3", "slo: .nan", ["slo is nan", "math", "at least 1"]),
+        ("seed: 3", "slo: .nan", ["jobs.math.slo", "given: nan", ">= 1"]),
         ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: -1}", ["'math'", "-1 GPUs"]),
@@ -58,13 +58,13 @@ REFUSED = {
         ("{name: t0}", "{name: t0, gpus: 1, gpus: 2}", ["'gpus' stands twice"]),
     ],
     FILLED: [
-        ("grace: 1", "grace: .nan", ["'sums'", "grace is nan; 0 s or more"]),
-        ("grace: 1", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
+        ("grace: 1", "grace: .nan", ["fillers.sums.grace", "given: nan", ">= 0"]),
+        ("grace: 1", "nodes: 0", ["`int` >= 1", "fillers.sums.nodes", "given: 0"]),
         ("pool: train", "pool: trian", ["'sums'", "'trian'", "train (t0)"]),
         ("grace: 1", "graze: 1", ["graze", "fillers.sums", "line 11", "did you mean `grace`?", "allowed: pool, command"]),
         ("  sums:", "  math:", ["'math'", "both a job and a filler"]),
         ("  sums:", "  a/b:", ["filler 'a/b'", "letters, digits"]),
-        ("[python, train.py]", "[]", ["'sums'", "command is empty"]),
+        ("[python, train.py]", "[]", ["of length >= 1", "fillers.sums.command"]),
     ],
     PLACED: [
         ("  placement: scheduler\n", "", ["'math'", "placement: scheduler"]),
@@ -80,7 +80,7 @@ REFUSED = {
             "dir: runs/x\nbind: tcp://0.0.0.0:5570",
             ["bind is tcp://0.0.0.0:5570; one address of this machine is needed"],
         ),
-        ("seed: 3", "seed: 3, restarts: -1", ["'math'", "restarts is -1; 0 or more"]),
+        ("seed: 3", "seed: 3, restarts: -1", ["`int` >= 0", "jobs.math.restarts", "given: -1"]),
         ("  code-7b.v2: {", "  code-7b.v2: {ray: '10.0.0.1:7', ", ["'code-7b.v2'", "10.0.0.1:7, the cluster of job 'math'"]),
     ],
 }
@@ -114,8 +114,8 @@ def test_all_mistakes_of_a_file_are_said_at_once(write):
         "line 9: Expected `int`, got `str` - at `$.jobs.code-7b.v2.restarts`",
     ):
         assert words in text
-    together = refusal(write(VALID.replace("rollout: [r0], train: [t0]}", "rollout: [r9], train: [t8]}, restarts: -1", 1)))
-    assert all(words in together for words in ("'r9'", "'t8'", "restarts is -1")) and together.count("line 8: ") == 3
+    together = refusal(write(VALID.replace("rollout: [r0], train: [t0]}", "rollout: [r9], train: [t8]}, after: [x]", 1)))
+    assert all(words in together for words in ("'r9'", "'t8'", "after has 'x'")) and together.count("line 8: ") == 3
 
 
 def test_a_valid_file_is_read_and_a_directory_given_beside_it_replaces_its_own(write, tmp_path):

@@ -22,7 +22,6 @@ from verl_mux.coordinator.core.settings import Config
 
 EVERY_S = 5.0
 FILE = "cores.jsonl"
-MUCH_ALONE = 0.7  # of all cores; jobs that take turns there can gain 1.43x at most
 
 
 class Interval(NamedTuple):
@@ -105,13 +104,9 @@ def figures(
 
 
 def sentences(mux: dict) -> list[str]:
-    """What a summary's `mux` says of cores, for people; and whether one job alone keeps nearly all of them busy, which leaves
-    little to gain."""
+    """What a summary's `mux` says of cores, for people."""
     alone, together, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
     if not alone or not together:
         return ["cores busy: not measured"]
     reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
-    lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow about {limit:.2f}x{reached}"]
-    if limit * MUCH_ALONE < 1:
-        lines.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
-    return lines
+    return [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow about {limit:.2f}x{reached}"]

@@ -6,16 +6,16 @@ Runs in `verl-mux run`, `verl-mux plan` and bench/; reads the file only.
 from __future__ import annotations
 
 import graphlib
-import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from verl_mux.coordinator.bus.messages import SIDES
 from verl_mux.coordinator.config import make_config
@@ -37,9 +37,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int = 0
     overrides: list[str] = []
     environment: dict[str, str] = {}
-    slo: float | None = None
+    slo: Annotated[float, Meta(ge=1, le=10**9)] | None = None
     after: list[str] = []
-    restarts: int = 0
+    restarts: Annotated[int, Meta(ge=0)] = 0
     ray: str | None = None
     python: str = "python"
 
@@ -48,9 +48,9 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The options of `verl-mux hold`. Times in seconds."""
 
     pool: str
-    command: list[str]
-    nodes: int = 1
-    grace: float = 0.5
+    command: Annotated[list[str], Meta(min_length=1)]
+    nodes: Annotated[int, Meta(ge=1)] = 1
+    grace: Annotated[float, Meta(ge=0, le=10**9)] = 0.5
     environment: dict[str, str] = {}
 
 
@@ -145,7 +145,9 @@ def _unfitting(run: RunFile) -> Iterator[Mistake]:
     config, mistakes = _coordinator(run.coordinator_keys())
     yield from mistakes
     for name, filler in run.fillers.items():
-        wrong = [*_wrong_name(name, "filler"), *_wrong_filler(f"filler {name!r}", filler, config)]
+        wrong = list(_wrong_name(name, "filler"))
+        if config is not None and filler.pool not in config.pools and config.node(filler.pool) is None:
+            wrong.append(f"filler {name!r}: there is no pool or node {filler.pool!r}; there are {config.describe_pools()}")
         if name in run.jobs:
             wrong.append(f"{name!r} names both a job and a filler; each needs a name of its own")
         yield from ((("fillers", name), text) for text in wrong)
@@ -167,25 +169,10 @@ def _unfitting(run: RunFile) -> Iterator[Mistake]:
         yield ("jobs",), f"job {chain}: waits for its own end; `after` must not lead back to the job"
 
 
-def _wrong_filler(filler: str, spec: FillerSpec, config: Config | None) -> Iterator[str]:
-    if spec.nodes < 1:
-        yield f"{filler}: nodes is {spec.nodes}; 1 or more is allowed"
-    if not 0 <= spec.grace < math.inf:
-        yield f"{filler}: grace is {spec.grace:g}; 0 s or more is allowed"
-    if not spec.command:
-        yield f"{filler}: command is empty; it needs at least one word"
-    if config is not None and spec.pool not in config.pools and config.node(spec.pool) is None:
-        yield f"{filler}: there is no pool or node {spec.pool!r}; there are {config.describe_pools()}"
-
-
 def _wrong_job(job: str, spec: JobSpec, config: Config | None) -> Iterator[str]:
     """config: None: nodes are not known, as the coordinator's part is wrong itself."""
     if unknown := sorted(set(spec.gpus) - set(SIDES)):
         yield f"{job}: gpus has {unknown[0]!r}; allowed: rollout, train"
-    if spec.restarts < 0:
-        yield f"{job}: restarts is {spec.restarts}; 0 or more is allowed"
-    if spec.slo is not None and not 1 <= spec.slo < math.inf:
-        yield f"{job}: slo is {spec.slo:g}; a factor of at least 1 is allowed"
     if spec.nodes == "auto":
         if config is not None and config.placement is None:
             ways = "it needs rollout and train, each with a node, or `placement: scheduler` under `coordinator`"
