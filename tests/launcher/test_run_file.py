@@ -1,11 +1,15 @@
 """Every refusal is one line that names the file, the key, what was given and what is allowed."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.launcher import run_file
+from verl_mux.launcher import plan_jobs, run_file
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 VALID = """
 dir: runs/x
@@ -193,3 +197,18 @@ def test_a_jobs_python_is_this_one_or_one_beside_the_file(write, tmp_path):
     run = run_file.read(write(VALID.replace("seed: 3", "python: '{here}/bin/../bin/python'")))
     found = [run_file.interpreter(job, run) for job in run.jobs.values()]
     assert found == [str(other), sys.executable]  # not what the link names: it is of another environment
+
+
+# --- what the documents say ---
+
+
+@pytest.mark.parametrize("kind", [run_file.RunFile, run_file.JobSpec, plan_jobs._Job])
+def test_the_reference_has_every_key(kind):
+    keys = {key for key in kind.__struct_fields__ if key not in getattr(kind, "INTERNAL", ())}
+    rows = [line.split("|")[1] for line in (DOCS / "run_file.md").read_text().splitlines() if line.startswith("| `")]
+    assert keys <= set(re.findall(r"`(\w+)`", "".join(rows)))
+
+
+def test_the_walk_throughs_file_is_a_run_file(write):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "walkthrough.md").read_text(), re.DOTALL)
+    assert list(run_file.read(write(text)).jobs) == ["low", "high"]
