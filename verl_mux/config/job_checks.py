@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -406,13 +407,14 @@ _FILES = (
 
 
 def missing_files(config: DictConfig, folder: Path = Path()) -> Iterator[Refusal]:
-    """A model's folder and files that are not here: found minutes later, in another library's words. A hub's name and an address
-    (hdfs://, pkg://) are no paths. folder: where the job runs."""
+    """A model's folder and files that are not here: found minutes later, in another library's words. A hub's name, a pattern and
+    an address (hdfs://, pkg://) are no paths, nor what a data set class of the user's takes. folder: where the job runs."""
+    own_class = OmegaConf.select(config, "data.custom_cls.path")
     for key in (f"{_MODEL}.path", *(["critic.model.path"] if _has_critic(config) else []), *_FILES):
-        value = OmegaConf.select(config, key)
-        for path in (value,) if isinstance(value, str) else value or ():
-            named = str(path).startswith(("/", "~", ".")) or key in _FILES
-            if named and "://" not in str(path) and not (folder / Path(path).expanduser()).exists():
+        value = None if own_class and key.endswith("_files") else OmegaConf.select(config, key)
+        for path in map(str, (value,) if isinstance(value, str) else value or ()):
+            named = path.startswith(("/", "~", ".")) or key in _FILES
+            if named and not re.search(r"://|[*?\[]", path) and not (folder / Path(path).expanduser()).exists():
                 yield Refusal(f"{key}={path}: there is no such file or folder on this machine", key, path)
 
 
