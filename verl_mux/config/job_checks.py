@@ -399,11 +399,8 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
         yield Refusal(line, key, path)
 
 
-# Where a config names files of this machine, besides the model.
-_FILES = (
-    "data.train_files", "data.val_files", "data.custom_cls.path", "reward.custom_reward_function.path",
-    f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.agent.agent_loop_config_path",
-)  # fmt: skip
+# Where a config names files of this machine, besides the model. verl looks for a relative path of tools in its own folder too.
+_FILES = "data.train_files", "data.val_files", "data.custom_cls.path", "reward.custom_reward_function.path"
 
 
 def missing_files(config: DictConfig, folder: Path = Path()) -> Iterator[Refusal]:
