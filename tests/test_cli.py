@@ -27,6 +27,12 @@ def test_it_says_its_version(monkeypatch, capsys):
     assert capsys.readouterr().out == f"verl-mux {importlib.metadata.version('verl-mux')}\n"
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_without_a_command_there_is_the_help_and_nothing_else(run_main, words):
+    code, out, err = run_main(*words)
+    assert code == 2 and "Commands" in out and err == ""
+
+
 def test_help_lists_every_command_without_importing_one(run_main):
     code, out, _ = run_main("--help")
     assert code == 0 and all(name in out for name in cli.COMMANDS)

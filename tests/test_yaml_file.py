@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.yaml_file import allowed_keys, read_yaml
+from verl_mux.yaml_file import Mistakes, read_as, read_yaml
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,9 +45,27 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"), [({"part": []}, "; allowed: parts"), ({"parts": [{"sise": 2}]}, "; allowed: size"), ({"parts": 3}, "")]
+    ("text", "words"),
+    [
+        (
+            "parts:\n- size: x\n- 3",
+            "line 2: Expected `int`, got `str` - at `$.parts[0].size`; line 3: Expected `object`, got `int`",
+        ),
+        ("part: []", "line 1: unknown field `part`; did you mean `parts`? allowed: parts"),
+        ("parts:\n- size: 1\n- sise: 2", "line 3: unknown field `sise` in parts[1]; did you mean `size`? allowed: size"),
+        ("zzz: 1\nparts: [{}, {y: 1}]", "line 1: unknown field `zzz`; allowed: parts; line 2: unknown field `y` in parts[1]"),
+    ],
 )
-def test_an_unknown_key_is_followed_by_those_that_are_allowed_there(given, hint):
-    with pytest.raises(msgspec.ValidationError) as error:
-        msgspec.convert(given, Outer)
-    assert allowed_keys(error.value, {".parts": Inner}, Outer) == hint
+def test_every_unknown_key_is_named_with_its_line_and_what_it_may_stand_for(tmp_path, text, words):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(Mistakes) as error:
+        read_as(read_yaml(path), Outer)
+    assert str(error.value.in_file(path)).startswith(f"{path}: {words}")
+
+
+def test_a_place_that_only_the_other_file_has_is_looked_for_there(tmp_path):
+    (tmp_path / "a.yaml").write_text("b: 1\n")
+    (tmp_path / "base.yaml").write_text("\n\nparts: {big: 3}\n")
+    mistakes = Mistakes([(("parts", "big"), "too big"), (("else",), "missing")])
+    assert str(mistakes.in_file(tmp_path / "a.yaml", tmp_path / "base.yaml")).endswith("a.yaml: line 3: too big; missing")

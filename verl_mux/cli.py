@@ -122,14 +122,15 @@ def main() -> None:
             raise
         words = " ".join(["verl-mux", *sys.argv[1 : 3 if sys.argv[1] == "bench" else 2]])
         text, code = f"{words} needs {package}: {EXTRAS[package]}", 2
-    print(text, file=sys.stderr)
+    if text:
+        print(text, file=sys.stderr)
     sys.exit(code)
 
 
 def _usage(error: Any) -> str:
     """In one line, with the value, which pydantic knows and typer leaves out; help that was not asked for stays as it is."""
     text = error.format_message()
-    if "\n" in text.strip():
+    if not text or "\n" in text.strip():  # no command was named, and its help is printed
         return text
     values = [wrong["input"] for wrong in error.__cause__.errors()] if hasattr(error.__cause__, "errors") else []
     was = f", given {values[0]!r}" if values else ""

@@ -116,6 +116,32 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(refused, coordinator, mux,
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("actor_rollout_ref.model.path", "/no/model"),
+        ("data.train_files", "no/train.parquet"),
+        ("reward.custom_reward_function.path", "~/no/reward.py"),
+    ],
+)
+def test_a_file_that_is_not_here_is_found_before_ray_starts(refused, check, coordinator, monkeypatch, key, path):
+    config = job(coordinator.address)
+    OmegaConf.update(config, key, path, force_add=True)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert refused(config) == f"verl-mux: {key}={path}: there is no such file or folder on this machine"
+    for elsewhere in ("hdfs://there/file", "pkg://package.module", "/no/part-*.parquet"):
+        OmegaConf.update(config, key, elsewhere)
+        assert check(config)
+
+
+def test_what_a_data_set_class_of_the_users_takes_is_no_file_of_ours(check, coordinator, tmp_path):
+    config = job(coordinator.address)
+    (tmp_path / "dataset.py").touch()
+    OmegaConf.update(config, "data.train_files", "maker/problems", force_add=True)
+    OmegaConf.update(config, "data.custom_cls.path", "dataset.py", force_add=True)
+    assert check(config)
+
+
 def test_an_engine_that_this_environment_has_not(refused, coordinator, monkeypatch):
     monkeypatch.setattr(preflight, "installed", list)
     assert f"rollout.name=sglang: sglang is not installed in the environment {sys.prefix}" in refused(job(coordinator.address))

@@ -1,4 +1,4 @@
-"""`verl-mux evict` and `verl-mux release`: asked twice, and only what cannot be seen is freed."""
+"""`verl-mux evict` and `verl-mux release`: confirmed by a person, and only what cannot be seen is freed."""
 
 import os
 import subprocess
@@ -106,8 +106,21 @@ def test_a_name_of_nothing_is_not_released(held):
         release(held[0], "r9")
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (commands.evict, "no job 'r9' is known there; jobs: a$"),
+        (commands.release, "no job or node or host 'r9'.*jobs: a; nodes: r0, r1, t0"),
+    ],
+)
+def test_nothing_is_asked_about_a_name_that_there_is_not(held, monkeypatch, command, words):
+    monkeypatch.setattr("typer.confirm", lambda question: pytest.fail(question))
+    with pytest.raises(UserError, match=words):
+        command("r9", held[0].address)
+
+
 def test_without_a_terminal_nothing_is_asked_and_nothing_done(held, monkeypatch):
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    with pytest.raises(UserError, match="give --yes"):
+    with pytest.raises(UserError, match="it needs --yes"):
         commands.evict("a", held[0].address)
     assert holders(held[0]) == ["a"]

@@ -92,25 +92,6 @@ class TestChecks:
         check = doctor._ports()
         assert check.ok is False and "/etc/hosts" in check.advice
 
-    def test_a_coordinator_that_answers_and_one_that_does_not(self, monkeypatch):
-        from verl_mux.coordinator.config import make_config
-        from verl_mux.coordinator.server import Coordinator
-
-        served = Coordinator(make_config({"pools": {"rollout": {"nodes": [{"name": "r0"}]}}}))
-        served.start()
-        try:
-            assert doctor._coordinator(served.address).found == f"{served.address} answers, 0 jobs"
-        finally:
-            served.stop()
-        from verl_mux.coordinator import commands
-
-        def silent(address, timeout):
-            raise Failure(f"{address} does not answer")
-
-        monkeypatch.setattr(commands, "fetch_status", silent)
-        check = doctor._coordinator("tcp://127.0.0.1:1")
-        assert check.ok is False and "verl-mux coordinator" in check.advice
-
 
 class TestJobs:
     """What of a config is refused or changed: tests/config/test_completion.py."""

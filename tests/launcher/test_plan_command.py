@@ -221,6 +221,38 @@ def test_each_job_is_told_in_a_sentence_where_it_is_and_why():
     assert all(f"    {sentence}" in plan_lines(found) for sentence in said.values())
 
 
+def test_a_job_that_came_first_and_is_shared_with_now_is_not_called_isolated():
+    lines = plan_lines(make_plan(read_jobs(EXAMPLE)))
+    heads = [line for line in lines if line.startswith("code-7b: ")]
+    assert heads == ["code-7b: group g1; rollout on rollout-0; training on train-0"]
+    assert not any("isolated" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("jobs: [{name: a}]", "is a file of jobs to place; --memory wants composed verl configs or a run file"),
+        ("defaults: [ppo_trainer]\nactor_rollout_ref: {}", "is a config of Hydra's that is not composed yet: `--cfg job > FILE`"),
+    ],
+)
+def test_another_kind_of_file_is_called_by_its_name(tmp_path, refusal, text, words):
+    (tmp_path / "other.yaml").write_text(text)
+    assert words in refusal(tmp_path / "other.yaml")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(composed, refusal, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, local_files_only=False: _not_here(local_files_only))
+    monkeypatch.setattr("huggingface_hub.HfApi.file_exists", lambda *_: False)
+    file = composed("math")
+    file.write_text(file.read_text().replace(f"path: {file.parent}", "path: maker/model"))
+    assert "path=maker/model: no model config to count parameters of: no hub here has it; a folder with" in refusal(file)
+
+
+def _not_here(local_files_only):
+    assert local_files_only  # else it would be asked for, again and again
+    raise FileNotFoundError
+
+
 def test_who_waits_is_told_why(tmp_path):
     file = tmp_path / "jobs.yaml"
     file.write_text(

@@ -1,11 +1,15 @@
 """Every refusal is one line that names the file, the key, what was given and what is allowed."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from verl_mux.errors import UserError
-from verl_mux.launcher import run_file
+from verl_mux.launcher import plan_jobs, run_file
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 VALID = """
 dir: runs/x
@@ -35,10 +39,10 @@ REFUSED = {
     VALID: [
         ("dir: runs/x", "", ["dir"]),
         ("dir: runs/x", "dir: runs/x\nworkers: 3", ["workers"]),
-        ("seed: 3", "sead: 3", ["sead", "math"]),
+        ("seed: 3", "sead: 3", ["line 8", "sead", "jobs.math", "did you mean `seed`?"]),
         ("seed: 3", "seed: three", ["seed", "math"]),
         ("seed: 3", "python: '{here}/no/python'", ["'math'", "python is {here}/no/python", "no program /"]),
-        ("seed: 3", "slo: .nan", ["slo is nan", "math", "at least 1"]),
+        ("seed: 3", "slo: .nan", ["jobs.math.slo", "given: nan", ">= 1"]),
         ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: -1}", ["'math'", "-1 GPUs"]),
@@ -58,20 +62,20 @@ REFUSED = {
         ("{name: t0}", "{name: t0, gpus: 1, gpus: 2}", ["'gpus' stands twice"]),
     ],
     FILLED: [
-        ("grace: 1", "grace: .nan", ["'sums'", "grace is nan; 0 s or more"]),
-        ("grace: 1", "nodes: 0", ["'sums'", "nodes is 0; 1 or more"]),
+        ("grace: 1", "grace: .nan", ["fillers.sums.grace", "given: nan", ">= 0"]),
+        ("grace: 1", "nodes: 0", ["`int` >= 1", "fillers.sums.nodes", "given: 0"]),
         ("pool: train", "pool: trian", ["'sums'", "'trian'", "train (t0)"]),
-        ("grace: 1", "graze: 1", ["'sums'", "graze", "a filler has pool, command"]),
+        ("grace: 1", "graze: 1", ["graze", "fillers.sums", "line 11", "did you mean `grace`?", "allowed: pool, command"]),
         ("  sums:", "  math:", ["'math'", "both a job and a filler"]),
         ("  sums:", "  a/b:", ["filler 'a/b'", "letters, digits"]),
-        ("[python, train.py]", "[]", ["'sums'", "command is empty"]),
+        ("[python, train.py]", "[]", ["of length >= 1", "fillers.sums.command"]),
     ],
     PLACED: [
         ("  placement: scheduler\n", "", ["'math'", "placement: scheduler"]),
         ("after: [math, code]", "after: [missing]", ["'late'", "'missing'", "math, code, late"]),
         ("after: [math, code]", "after: [late]", ["'late'", "its own end"]),
         ("math: {", "math: {after: [late], ", ["'math'", "its own end"]),
-        ("nodes: auto", "nodes: any", ["'code'", "nodes"]),
+        ("nodes: auto", "nodes: any", ["jobs.code.nodes", "given: 'any'; allowed: a mapping, auto"]),
         ("kind: H20, ", "", ["'rollout'", "kind"]),
     ],
     WITH_RAY: [
@@ -80,7 +84,7 @@ REFUSED = {
             "dir: runs/x\nbind: tcp://0.0.0.0:5570",
             ["bind is tcp://0.0.0.0:5570; one address of this machine is needed"],
         ),
-        ("seed: 3", "seed: 3, restarts: -1", ["'math'", "restarts is -1; 0 or more"]),
+        ("seed: 3", "seed: 3, restarts: -1", ["`int` >= 0", "jobs.math.restarts", "given: -1"]),
         ("  code-7b.v2: {", "  code-7b.v2: {ray: '10.0.0.1:7', ", ["'code-7b.v2'", "10.0.0.1:7, the cluster of job 'math'"]),
     ],
 }
@@ -102,6 +106,20 @@ def refusal(path) -> str:
     text = str(error.value)
     assert "\n" not in text and ("run.yaml" in text or "coordinator configuration" in text)
     return text
+
+
+def test_all_mistakes_of_a_file_are_said_at_once(write):
+    wrong = VALID.replace("seed: 3", "sead: 3").replace("gpus: {rollout: 4, train: 1}", "restarts: many").replace("dir:", "dirr:")
+    wrong = wrong.replace("{name: t0}", "{name: t0, gpuz: 1}")
+    text = refusal(write(wrong))
+    for words in (
+        "line 2: unknown field `dirr`; did you mean `dir`?",
+        "line 8: unknown field `sead`",
+        "line 9: Expected `int`, got `str` - at `$.jobs.code-7b.v2.restarts`",
+    ):
+        assert words in text
+    together = refusal(write(VALID.replace("rollout: [r0], train: [t0]}", "rollout: [r9], train: [t8]}, after: [x]", 1)))
+    assert all(words in together for words in ("'r9'", "'t8'", "after has 'x'")) and together.count("line 8: ") == 3
 
 
 def test_a_valid_file_is_read_and_a_directory_given_beside_it_replaces_its_own(write, tmp_path):
@@ -179,3 +197,18 @@ def test_a_jobs_python_is_this_one_or_one_beside_the_file(write, tmp_path):
     run = run_file.read(write(VALID.replace("seed: 3", "python: '{here}/bin/../bin/python'")))
     found = [run_file.interpreter(job, run) for job in run.jobs.values()]
     assert found == [str(other), sys.executable]  # not what the link names: it is of another environment
+
+
+# --- what the documents say ---
+
+
+@pytest.mark.parametrize("kind", [run_file.RunFile, run_file.JobSpec, plan_jobs._Job])
+def test_the_reference_has_every_key(kind):
+    keys = {key for key in kind.__struct_fields__ if key not in getattr(kind, "INTERNAL", ())}
+    rows = [line.split("|")[1] for line in (DOCS / "run_file.md").read_text().splitlines() if line.startswith("| `")]
+    assert keys <= set(re.findall(r"`(\w+)`", "".join(rows)))
+
+
+def test_the_walk_throughs_file_is_a_run_file(write):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (DOCS / "walkthrough.md").read_text(), re.DOTALL)
+    assert list(run_file.read(write(text)).jobs) == ["low", "high"]

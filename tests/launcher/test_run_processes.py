@@ -145,6 +145,10 @@ OURS = "verl_mux.errors.Failure: replica 0 could not start: no room; held by cod
         ("(TaskRunner pid=7)  Error in a frame\n  SomeError: indented\nbye\n", "(TaskRunner pid=7)  Error in a frame"),
         ("ValueError: early\nverl-mux: unknown key mux.x\nbye\n", "verl-mux: unknown key mux.x"),
         ("verl-mux: first\nray.exceptions.RayTaskError: later\n", "ray.exceptions.RayTaskError: later"),
+        (
+            "Could not override 'a.b'.\nKey 'b' is not in struct\n\nSet the environment variable HYDRA_FULL_ERROR=1\n",
+            "Could not override 'a.b'.",
+        ),
         (f"ray.exceptions.ActorDiedError: died\n\n{OURS}\n\nSet the environment variable HYDRA_FULL_ERROR=1\n", OURS),
     ],
 )

@@ -8,7 +8,6 @@ from verl_mux.launcher import run_intervals, run_summary
 from verl_mux.launcher.run_intervals import coordinators_lines
 from verl_mux.launcher.run_summary import segment_steps
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.eventlog.events import REQUEST_COMPLETE
 
 CONFIG = make_config(
     {
@@ -37,8 +36,6 @@ def result(tmp_path) -> dict:
     made.event("a", "sleep", 5, 88.0, 88.5, role="server", worker=0)
     made.event("a", "sleep", 5, 88.2, 88.7, role="server", worker=1)
     made.event("a", "sleep", 5, 99.0, 99.3)
-    made.event("a", REQUEST_COMPLETE, 5, 82, 85, role="rollout", worker=1)
-    made.event("a", REQUEST_COMPLETE, 5, 82, 90, role="rollout", worker=0)
     return run_summary.summarise(run_intervals.read(tmp_path, ["a", "b", "ghost"]), CONFIG, ["a", "b", "ghost"], 7 << 30, 61.2345)
 
 
@@ -60,7 +57,6 @@ def test_figures_of_all_jobs_together(result):
     assert mux["token_throughput_ratio"] == pytest.approx((300 / 36 + 400 / 28) / (600 / 44), abs=1e-4)
     # from 84 (b's first interleaved step has ended) to 116 (a's last): r0 runs 84-98 and 100-116, of t0 and t1 each 90-100
     assert mux["bubble"] == {"rollout": round(1 - 30 / 32, 4), "train": round(1 - 20 / 64, 4)}
-    assert mux["sample_to_lease_s"] == pytest.approx(0.05)
     assert (mux["peak_rss_bytes"], mux["startup_s"]) == (7 << 30, 61.234)
 
 

@@ -163,6 +163,7 @@ def test_a_killed_job_resumes_from_its_checkpoint_and_nothing_is_deleted(runs):
     assert second.returncode == 0
     assert runs.steps("dies") == [1, 2, 3, 4, 5] and runs.steps("ends") == [1, 2, 3]
     assert [runs.summary()["jobs"][name]["steps"] for name in ("dies", "ends")] == [5, 3]
+    assert (before["steps_made"], runs.summary()["steps_made"]) == (6, 2)  # the figures are of all steps
     (kept,) = (runs.out / "earlier").iterdir()
     assert json.loads((kept / "summary.json").read_text()) == before
 

@@ -81,6 +81,23 @@ def test_it_holds_every_file_of_the_package(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def test_it_is_found_where_a_script_starts_through_uv(wheel, tmp_path):
+    """verl's examples sync their project's environment first, which takes out what was put into it; PYTHONPATH stays."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "trains"\nversion = "0"\nrequires-python = ">=3.10"\n')
+    ask = "from importlib.metadata import entry_points; print([it.value for it in entry_points(group='verl.plugins')])"
+    python = ("--offline", "--python", sys.executable)
+    _run(UV, "lock", *python, cwd=tmp_path)
+    _run(UV, "sync", "--frozen", *python, cwd=tmp_path)
+    _run(UV, "pip", "install", "--no-deps", "--python", tmp_path / ".venv", wheel, cwd=tmp_path)
+    asked = (UV, "run", "--frozen", *python)
+    assert "verl_mux.plugin" in _run(*asked, "--no-sync", "python", "-c", ask, cwd=tmp_path).stdout
+    _run(UV, "sync", "--frozen", *python, cwd=tmp_path)  # as the examples begin
+    assert _run(*asked, "python", "-c", ask, cwd=tmp_path).stdout == "[]\n"
+    _run(UV, "pip", "install", "--no-deps", "--target", tmp_path / "plugin", wheel, cwd=tmp_path)
+    found = _run("env", f"PYTHONPATH={tmp_path / 'plugin'}", *asked, "python", "-c", ask, cwd=tmp_path)
+    assert found.stdout == "['verl_mux.plugin']\n"
+
+
 def test_what_it_brings_is_light(clean):
     installed = Path(
         _run(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean).stdout.strip()

@@ -19,6 +19,7 @@ MODELS = {"Qwen/Qwen2.5-7B-Instruct": QWEN25_7B, "Qwen/Qwen3-32B": QWEN3_32B, "Q
 SHARED = {
     "two_7b_grpo": [("qwen_7b_grpo", "math"), ("qwen_7b_grpo", "code")],
     "two_7b_colocated": [("colocated", "math"), ("colocated", "code")],
+    "h20_h800": [("gsm8k", "gsm8k"), ("dapo_math", "dapo_math")],
     "one_32b": [("one_32b", "math32b")],
     "tools_and_short": [("tools", "tools"), ("short", "short")],
     "long_reasoning": [("reasoning", "reasoning")],

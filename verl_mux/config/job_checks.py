@@ -10,8 +10,10 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -406,6 +408,22 @@ def refused_surroundings(config: DictConfig, model: Mapping[str, Any] | None) ->
     if engine and engine.no_windows and (window := sliding_window(model)):
         line = f"{key}={path} has sliding-window attention ({window}): {engine.no_windows}; allowed: models without"
         yield Refusal(line, key, path)
+
+
+# Where a config names files of this machine, besides the model. verl looks for a relative path of tools in its own folder too.
+_FILES = "data.train_files", "data.val_files", "data.custom_cls.path", "reward.custom_reward_function.path"
+
+
+def missing_files(config: DictConfig, folder: Path = Path()) -> Iterator[Refusal]:
+    """A model's folder and files that are not here: found minutes later, in another library's words. A hub's name, a pattern and
+    an address (hdfs://, pkg://) are no paths, nor what a data set class of the user's takes. folder: where the job runs."""
+    own_class = OmegaConf.select(config, "data.custom_cls.path")
+    for key in (f"{_MODEL}.path", *(["critic.model.path"] if _has_critic(config) else []), *_FILES):
+        value = None if own_class and key.endswith("_files") else OmegaConf.select(config, key)
+        for path in map(str, (value,) if isinstance(value, str) else value or ()):
+            named = path.startswith(("/", "~", ".")) or key in _FILES
+            if named and not re.search(r"://|[*?\[]", path) and not (folder / Path(path).expanduser()).exists():
+                yield Refusal(f"{key}={path}: there is no such file or folder on this machine", key, path)
 
 
 def _refused_sequence_parallel(config: DictConfig) -> Iterator[Refusal]:

@@ -24,6 +24,7 @@ from verl_mux.config.job_checks import (
     STORAGE_UNITS,
     check,
     load,
+    missing_files,
     model_config,
     number,
     refused_numbers,
@@ -72,6 +73,7 @@ def check_job(config: DictConfig) -> None:
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         raise_first([*refused_versions(config), *refused_surroundings(config, model_config(config))])
         if _ray_cluster(config) is None:
+            raise_first(missing_files(config))  # in a cluster that runs already another machine may read them
             check_cpus(config, number(config, "ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1), "the job's own Ray")
         if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:
             become_fork_server()

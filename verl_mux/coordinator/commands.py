@@ -166,7 +166,8 @@ def evict(
     yes: _Yes = False,
 ) -> None:
     """End a job as if it had failed; its nodes are given on when its processes are gone."""
-    _confirm(f"End job {job!r}? What it has not saved is lost.", job, yes)
+    if not yes:
+        _confirm(f"End job {job!r}? What it has not saved is lost.", job, _names(coordinator, keys)[:1])
     _say(m.Evict(job=job), coordinator, keys)
 
 
@@ -177,16 +178,27 @@ def release(
     yes: _Yes = False,
 ) -> None:
     """Free what an ending job holds on hosts that the coordinator cannot see. Look there first: is none of its processes left?"""
-    _confirm(f"Is nothing of it left on the hosts of {name!r}? Others get its nodes at once.", name, yes)
+    if not yes:
+        question = f"Is nothing of it left on the hosts of {name!r}? Others get its nodes at once."
+        _confirm(question, name, _names(coordinator, keys))
     _say(m.Free(name=name), coordinator, keys)
 
 
-def _confirm(question: str, name: str, yes: bool) -> None:
-    """Once for yes or no, once more for the name."""
-    if yes:
-        return
+def _names(address: str, keys: Path | None) -> list[tuple[str, list[str]]]:
+    """Of jobs, of nodes and of hosts, as the coordinator knows them."""
+    seen = _ask(address, m.StatusRequest(), ANSWER_S, keys, bus_keys.OPERATOR, m.Status).snapshot
+    nodes = {node: at["host"] for pool in seen["pools"].values() for node, at in pool["nodes"].items()}
+    looked_at = [name for host, at in seen["hosts"].items() for name in (host, *at["addresses"])]
+    return [("job", list(seen["jobs"])), ("node", list(nodes)), ("host", list(filter(None, (*nodes.values(), *looked_at))))]
+
+
+def _confirm(question: str, name: str, known: list[tuple[str, list[str]]]) -> None:
+    """Of a name that the coordinator knows: once for yes or no, once more for the name."""
+    if not any(name in names for _, names in known):
+        there = "; ".join(f"{kind}s: {', '.join(dict.fromkeys(names)) or 'none'}" for kind, names in known)
+        raise UserError(f"no {' or '.join(kind for kind, _ in known)} {name!r} is known there; {there}")
     if not sys.stdin.isatty():
-        raise UserError("this command asks before it acts, and no terminal is here to answer: give --yes")
+        raise UserError("it asks before it acts, and no terminal is here to answer: it needs --yes")
     if not typer.confirm(question) or typer.prompt("Its name once more") != name:
         raise UserError("nothing was done")
 

@@ -42,14 +42,31 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoints of the run there, as `resume: true`.")
     ] = False,
+    only_check: Annotated[
+        bool, typer.Option("--check", help="Start nothing: say what is wrong in the file and its jobs' configs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Start a coordinator and several verl jobs, and watch them. Ctrl-C stops all of them cleanly.
 
     Where the jobs of this file still run because only the watching ended, they are taken up again.
     """
-    result = run_jobs(run_file.read(file, directory, resume, _elsewhere(file, at, keys)))
+    given = run_file.read(file, directory, resume, _elsewhere(file, at, keys))
+    if only_check:
+        return _check(file, given)
+    result = run_jobs(given)
     print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
+
+
+def _check(file: Path, given: RunFile) -> None:
+    from verl_mux.launcher.check import check
+
+    print(f"composing the configs of {', '.join(given.jobs)}", file=sys.stderr, flush=True)
+    wrong, notes = check(given)
+    print("\n".join([*(f"refused  {text}" for text in wrong), *notes]))
+    if wrong:
+        raise UserError(f"{file}: nothing would run")
+    print(f"{file}: {len(given.jobs)} jobs would start")
 
 
 def _elsewhere(file: Path, address: str | None, keys: Path | None) -> dict[str, Any]:
@@ -198,6 +215,8 @@ def _finish(run: RunFile, watch: Watch, started_at: float) -> dict:
     spans = run_intervals.read(directory, names)
     startup_s = run_summary.startup(spans, started_at)
     result = run_summary.summarise(spans, config, names, watch.peak_rss, startup_s, cores.read(directory))
+    # Of a run that goes on, the figures are of its earlier steps too.
+    result["steps_made"] = sum(span.end >= started_at for job in names for span in spans.of(job, "steps"))
     if config.placement is not None:
         result["groups"] = run_summary.group_periods(coordinators_lines(directory, events.GROUP_PREDICTED), spans)
         result["moves"] = run_summary.read_moves(directory, spans)
@@ -227,6 +246,8 @@ def print_summary(result: dict, console: Console) -> None:
         reward = f"{job['reward_first']:.2f}->{job['reward_last']:.2f}"
         table.add_row(name, str(job["steps"]), reward, *("-" if f is None else f"{f:.2f}" for f in figures))
     console.print(table)
+    if result["jobs"] and not result["steps_made"]:
+        console.print("no step was made in this run: the figures are of the run that it went on from")
     for group in result.get("groups", ()):
         both = f"predicted {group['predicted_period_s']:.2f} s, measured {group['measured_period_s']:.2f} s"
         console.print(f"group {group['group']} ({', '.join(group['jobs'])}): {both} ({group['difference']:+.1%})")

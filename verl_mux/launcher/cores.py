@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,17 +22,14 @@ from verl_mux.coordinator.core.settings import Config
 
 EVERY_S = 5.0
 FILE = "cores.jsonl"
-_NAMED = re.compile(r"^\w+::(\w+)|-m ([\w.]+)|(raylet|gcs_server)")
-_MOST_KINDS = 12
-MUCH_ALONE = 0.7  # of all cores; jobs that take turns there can gain 1.43x at most
 
 
 class Interval(NamedTuple):
-    """start, end: seconds since the epoch. cpu: seconds of processor time by kind of process."""
+    """start, end: seconds since the epoch. cpu: seconds of processor time."""
 
     start: float
     end: float
-    cpu: dict[str, float]
+    cpu: float
 
 
 class Account:
@@ -50,28 +45,19 @@ class Account:
         return time.time() - self._at >= EVERY_S
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        now, used = time.time(), {}
-        cpu: dict[str, float] = defaultdict(float)
+        now, used, cpu = time.time(), {}, 0.0
         for process in processes:
             with contextlib.suppress(psutil.Error, OSError):
                 key, times = (process.pid, process.create_time()), process.cpu_times()
                 used[key] = times.user + times.system
                 # A process that has come since the last look used all of its time since then.
-                cpu[_kind(process)] += used[key] - self._used.get(key, 0.0)
+                cpu += used[key] - self._used.get(key, 0.0)
         if self._at:
-            line = {"start": self._at, "end": now, "cpu": {name: round(seconds, 3) for name, seconds in cpu.items()}}
+            line = {"start": self._at, "end": now, "cpu": round(cpu, 3)}
             with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk costs figures, not the run
                 file.write(json.dumps(line) + "\n")
         # A process that could not be read now may be there again at the next look, and has not used all of its time since then.
         self._at, self._used = now, {**self._used, **used}
-
-
-def _kind(process: psutil.Process) -> str:
-    """What its command line calls it: Ray's actor, an engine's process, a module, or the program."""
-    words = " ".join(process.cmdline())
-    if named := _NAMED.search(words):
-        return next(name for name in named.groups() if name)
-    return os.path.basename(words.split(" ")[0]) or process.name()
 
 
 def read(directory: Path) -> list[Interval]:
@@ -84,23 +70,15 @@ def read(directory: Path) -> list[Interval]:
     return found
 
 
-def busy(intervals: Iterable[Interval], windows: Sequence[tuple[float, float]]) -> tuple[float | None, dict[str, float]]:
-    """Cores busy in the windows, and of that by kind, the busiest first. None where no interval lies in them.
-
-    An interval counts by the part of it that lies in a window.
-    """
-    seconds, cpu = 0.0, defaultdict[str, float](float)
+def busy(intervals: Iterable[Interval], windows: Sequence[tuple[float, float]]) -> float | None:
+    """Cores busy in the windows. None where no interval lies in them. An interval counts by the part of it that does."""
+    seconds = cpu = 0.0
     for interval in intervals:
         inside = sum(max(0.0, min(interval.end, end) - max(interval.start, start)) for start, end in windows)
-        if inside <= 0 or interval.end <= interval.start:
-            continue
-        seconds += inside
-        for name, used in interval.cpu.items():
-            cpu[name] += used * inside / (interval.end - interval.start)
-    if not seconds:
-        return None, {}
-    busiest = sorted(cpu.items(), key=lambda it: -it[1])[:_MOST_KINDS]
-    return sum(cpu.values()) / seconds, {name: round(used / seconds, 4) for name, used in busiest}
+        if inside > 0 and interval.end > interval.start:
+            seconds += inside
+            cpu += interval.cpu * inside / (interval.end - interval.start)
+    return cpu / seconds if seconds else None
 
 
 def cores_of(config: Config) -> int:
@@ -114,26 +92,21 @@ def cores_of(config: Config) -> int:
 def figures(
     intervals: Sequence[Interval], config: Config, alone: Sequence[tuple[float, float]], together: tuple[float, float] | None
 ) -> dict[str, object]:
-    """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: of the throughput ratio, all cores
-    of the pools over cores_alone. None where the run has no such part, or no look fell into it."""
-    one, of_one = busy(intervals, alone)
-    both, of_both = busy(intervals, [together] if together else [])
+    """cores_alone, cores_mux: busy while one job ran alone, and while all took turns. limit: an estimate of what
+    the throughput ratio can reach: all cores of the pools over cores_alone. A run may come out above it, as the two are measured
+    in other steps. None where the run has no such part, or no look fell into it."""
+    one, both = busy(intervals, alone), busy(intervals, [together] if together else [])
     return {
         "cores_alone": None if one is None else round(one, 4),
         "cores_mux": None if both is None else round(both, 4),
         "limit": round(cores_of(config) / one, 4) if one else None,
-        "cores_by_process": {"alone": of_one, "mux": of_both},
     }
 
 
 def sentences(mux: dict) -> list[str]:
-    """What a summary's `mux` says of cores, for people; and whether one job alone keeps nearly all of them busy, which leaves
-    little to gain."""
+    """What a summary's `mux` says of cores, for people."""
     alone, together, limit = (mux[key] for key in ("cores_alone", "cores_mux", "limit"))
     if not alone or not together:
         return ["cores busy: not measured"]
     reached = f": {mux['throughput_ratio'] / limit:.0%} of that" if mux["throughput_ratio"] else ""
-    lines = [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow {limit:.2f}x{reached}"]
-    if limit * MUCH_ALONE < 1:
-        lines.append(f"a job alone keeps {1 / limit:.0%} of the cores busy: little is left to share")
-    return lines
+    return [f"cores busy: {alone:.2f} alone, {together:.2f} together, so these cores allow about {limit:.2f}x{reached}"]

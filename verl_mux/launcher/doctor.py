@@ -1,7 +1,7 @@
 """`verl-mux doctor`: is everything on this machine that a multiplexed job needs? One line a check, with what to do about it (with
 --gpu those of doctor_gpu.py). And of a job that is given: what of its config is refused, changed or untried, one line a key.
 
-Runs on the command line; called by cli.py; starts one Python interpreter, asks a coordinator where one is named, writes nothing.
+Runs on the command line; called by cli.py; starts one Python interpreter, writes nothing.
 Of a job nothing is started; its command is only composed.
 """
 
@@ -57,9 +57,6 @@ def doctor(
         list[str] | None, typer.Argument(metavar="-- CMD", help=f"Judge the job of this command: python -m {_MAIN} OVERRIDES.")
     ] = None,
     job: Annotated[Path | None, typer.Option(help="Judge the job of this composed verl config: what `--cfg job` prints.")] = None,
-    coordinator: Annotated[
-        str | None, typer.Option(help="Also check that this coordinator answers, e.g. tcp://host:5570.")
-    ] = None,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Check this machine's GPUs and what jobs on them need; --job may be a run file too.")
     ] = False,
@@ -70,11 +67,11 @@ def doctor(
     With a job: say what our trainer modes would refuse, change, or be the first to try. Exit code 1 if it is refused.
     With --gpu: exit code 1 if the first job on these GPUs would fail.
     """
-    if gpu and (command or coordinator):
+    if gpu and command:
         raise UserError("--gpu goes with --job FILE and --json alone")
     if (command or job) and not gpu:
         return judge_job(command, job, as_json)
-    checks = list(_gpu_checks(job) if gpu else run_checks(coordinator))
+    checks = list(_gpu_checks(job) if gpu else run_checks())
     bad = [check.name for check in checks if check.ok is False]
     if as_json:
         print(json.dumps({"ok": not bad, "checks": [asdict(check) for check in checks]}, indent=2))
@@ -126,7 +123,7 @@ def _judged(found: dict[str, Any]) -> Iterator[str]:
         yield "accepted"
 
 
-def run_checks(coordinator: str | None = None) -> Iterator[Check]:
+def run_checks() -> Iterator[Check]:
     """All checks, in the order in which a missing one would hurt."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield Check("python", (3, 10) <= sys.version_info[:2] <= (3, 12), version, "use Python 3.10, 3.11 or 3.12")
@@ -147,8 +144,6 @@ def run_checks(coordinator: str | None = None) -> Iterator[Check]:
     yield _space("/dev/shm", _DEMO_SHM_GIB, "weights travel through shared memory where there is no GPU; enlarge /dev/shm")
     yield _space(os.getcwd(), _DEMO_DISK_GIB, "runs, checkpoints and logs go below the working directory; free some space")
     yield _ports()
-    if coordinator is not None:
-        yield _coordinator(coordinator)
 
 
 def _version(name: str, tested: str, supported: str) -> Check:
@@ -213,13 +208,3 @@ def _ports() -> Check:
         advice = "add this host's name to /etc/hosts; allow binding to local ports"
         return Check("ports", False, f"{host}: {error.strerror}", advice)
     return Check("ports", True, f"{host} is {address}")
-
-
-def _coordinator(address: str) -> Check:
-    from verl_mux.coordinator.commands import fetch_status
-
-    try:
-        jobs = fetch_status(address, timeout=5.0)["jobs"]
-    except (UserError, Failure) as error:
-        return Check("coordinator", False, str(error), "start it with `verl-mux coordinator --config FILE.yaml`")
-    return Check("coordinator", True, f"{address} answers, {len(jobs)} jobs")

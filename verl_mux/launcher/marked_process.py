@@ -31,6 +31,9 @@ _LAST_BYTES = 1 << 20
 # Begins what our commands say of a failure, and the last line of a traceback of one in an actor.
 _OURS = re.compile(r"^(verl-mux|verl_mux\.[\w.]+): ")
 
+# Begins what Hydra says of a key that is not there; its last line is how to see a traceback.
+_HYDRAS = "Could not override "
+
 
 class Note(msgspec.Struct, frozen=True):
     """`uid`: the mark; `pid` 0: not known yet; `log_from`: where this start's part of the log begins; `restarts`: how often the
@@ -148,7 +151,7 @@ class MarkedProcess:
             log.seek(max(self._log_from, os.fstat(log.fileno()).st_size - _LAST_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         for line in reversed(lines[-400:]):
-            if _OURS.match(line) or ("Error" in line and not line.startswith(" ")):
+            if _OURS.match(line) or line.startswith(_HYDRAS) or ("Error" in line and not line.startswith(" ")):
                 return line.strip()
         return lines[-1].strip() if lines else "it wrote nothing"
 

@@ -134,7 +134,7 @@ def plan_lines(found: dict[str, Any]) -> list[str]:
             lines.append(f"{job['job']}: waits, {job['wait']}")
         else:
             nodes = f"rollout on {', '.join(job['rollout'])}; training on {', '.join(job['train'])}"
-            lines.append(f"{job['job']}: {job['strategy']}, group {job['group']}, +{job['usd_per_hour']:.2f} USD/h; {nodes}")
+            lines.append(f"{job['job']}: group {job['group']}; {nodes}")
         lines.append(f"    {job['why']}")
         for other in job["alternatives"]:
             own = "alone" if other["strategy"] == "isolated" else other["strategy"]

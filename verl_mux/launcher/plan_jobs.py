@@ -15,7 +15,7 @@ from verl_mux.errors import UserError
 from verl_mux.memory.model_files import local_model_config
 from verl_mux.placement.estimator import Bounds, GpuKind, JobNeeds, bounds, find_kind, model_size, with_given
 from verl_mux.placement.model import COLOCATED, OURS, SEPARATE, TESTBED, Cluster, Estimate, JobSpec, NodeKind, Pool, Rules
-from verl_mux.yaml_file import allowed_keys, read_yaml
+from verl_mux.yaml_file import Mistakes, read_as, read_yaml
 
 _MAX_POOL = 100_000
 
@@ -130,15 +130,12 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rules: Rules = OURS
 
 
-_KINDS = {".jobs": _Job, ".rules": Rules, ".pools.": _Pool, ".pools": _Pools}
-
-
 def read_jobs(path: str | Path) -> JobsFile:
     """Raises UserError that names the key, what was given and what is allowed."""
     try:
-        found = msgspec.convert(read_yaml(path), _File)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {error}{allowed_keys(error, _KINDS, _File)}") from error
+        found = read_as(read_yaml(path), _File)
+    except Mistakes as mistakes:
+        raise mistakes.in_file(Path(path)) from None
     if not found.jobs:
         raise UserError(f"{path}: jobs is empty; at least one job is needed")
     kinds = with_given(found.kinds)

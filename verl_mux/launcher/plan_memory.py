@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,16 +54,16 @@ def certificate_of(files: list[Path], pools: Path | None, observed: Path | None)
         UserError: a file that cannot be read as what it should be, or a node that the pools lack. Failure: composing a job's
             config takes too long.
     """
-    return certificate([given for file in files for given in configs_of(file)], pools, observed)
+    configs = [given for file in files for given in configs_of(file)]
+    return certificate(configs, None if pools is None else read_config(pools), observed)
 
 
 def certificate(
-    configs: list[tuple[str, dict[str, Any]]], pools: Path | None = None, observed: Path | None = None
+    configs: list[tuple[str, dict[str, Any]]], config: Config | None = None, observed: Path | None = None
 ) -> Certificate:
     """As `certificate_of`, of what `configs_of` gave."""
     found = [_job(config, where) for where, config in configs]
     jobs = [job for job, _ in found]
-    config = read_config(pools) if pools is not None else None
     notes = [note for (job, _), (_, given) in zip(found, configs, strict=True) for note in _own_gpus(job.name, given)]
     capacities = {
         (node, side): _capacity(node, side, job, budget, config, notes)
@@ -130,6 +131,8 @@ def _measured(run: Path, jobs: list[Job]) -> dict[str, dict[str, dict[str, int]]
 def configs_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each composed config of a file, and where it is from."""
     given = run_file.given_by(file)
+    if isinstance(given, dict) and "defaults" in given:
+        raise UserError(f"{file} is a config of Hydra's that is not composed yet: `--cfg job > FILE` after its command does that")
     if isinstance(given, dict) and "actor_rollout_ref" in given:
         yield str(file), given
         return
@@ -137,9 +140,12 @@ def configs_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(
             f"{file} is neither a composed verl config (`python -m verl.trainer.main_ppo ... --cfg job > FILE`) nor a run file"
         )
+    if isinstance(given["jobs"], list):
+        raise UserError(f"{file} is a file of jobs to place; --memory wants composed verl configs or a run file")
     run = run_file.read(file)
     require_verl(run)
     for name, spec in run.jobs.items():
+        print(f"composing the config of job {name}", file=sys.stderr, flush=True)
         command, environment = composition(name, spec, run), {**os.environ, **run.environment, **spec.environment}
         yield f"{file}, job {name!r}", composed(command, f"{file}: the config of job {name!r}", environment)
 

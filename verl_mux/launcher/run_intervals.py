@@ -37,15 +37,14 @@ class Span:
 
 @dataclass
 class Timeline:
-    """All spans of a run, in order of their ends. `parts`: sync, sleep and wake. `requests`: the last training request of each
-    step. `starts`: when each job came to the coordinator, several times if it was resumed; a step that it did again is there
-    once, as it was done last. `times_done`: by job, how often each step was done."""
+    """All spans of a run, in order of their ends. `parts`: sync, sleep and wake. `starts`: when each job came to the coordinator,
+    several times if it was resumed; a step that it did again is there once, as it was done last. `times_done`: by job, how often
+    each step was done."""
 
     phases: list[Span]
     waits: list[Span]
     parts: list[Span]
     steps: list[Span]
-    requests: list[Span] = field(default_factory=list)
     starts: dict[str, list[float]] = field(default_factory=dict)
     times_done: dict[str, Counter[int]] = field(default_factory=dict)
 
@@ -59,22 +58,17 @@ class Timeline:
 
 def read(directory: Path, jobs: list[str]) -> Timeline:
     """The timeline of the run in `directory` (`<directory>/<job>/events/<role>/step_*/worker_*.jsonl`)."""
-    timeline, last = Timeline([], [], [], []), dict[tuple[str, int], Span]()
+    timeline = Timeline([], [], [], [])
     kinds = {events.PHASE: timeline.phases, events.LEASE_WAIT: timeline.waits, events.STEP: timeline.steps}
     kinds |= dict.fromkeys((events.SYNC, events.SLEEP, events.WAKE), timeline.parts)
     for job in jobs:
         for line in read_directory(directory / job / "events"):
-            if line.extra.get("validate") or not (line.event in kinds or line.event == events.REQUEST_COMPLETE):
+            if line.extra.get("validate") or line.event not in kinds:
                 continue
             name, nodes = line.extra.get("phase", line.event), tuple(line.extra.get("nodes", ()))
             extra = line.extra if line.event == events.STEP else {}
-            span = Span(job, name, line.step, line.end - line.seconds, line.end, nodes, extra)
-            if line.event in kinds:
-                kinds[line.event].append(span)
-            elif (before := last.get((job, line.step))) is None or before.end < span.end:
-                last[job, line.step] = span
-    timeline.requests = list(last.values())
-    for spans in (timeline.phases, timeline.waits, timeline.parts, timeline.steps, timeline.requests):
+            kinds[line.event].append(Span(job, name, line.step, line.end - line.seconds, line.end, nodes, extra))
+    for spans in (timeline.phases, timeline.waits, timeline.parts, timeline.steps):
         spans.sort(key=lambda span: span.end)
     timeline.times_done = {job: Counter(span.step for span in timeline.of(job, "steps")) for job in jobs}
     timeline.steps = list({(span.job, span.step): span for span in timeline.steps}.values())

@@ -105,12 +105,6 @@ class Figures:
         held = ([(span.start, span.end) for span in self.timeline.phases if node in span.nodes] for node in nodes)
         return round(1 - sum(length(clip(spans, window)) for spans in held) / (len(nodes) * (window[1] - window[0])), 4)
 
-    def sample_to_lease(self) -> float | None:
-        """Median seconds from a step's last finished sample to asking for the training lease."""
-        last = {(request.job, request.step): request.end for request in self.timeline.requests}
-        asked = [s for s in self.timeline.waits if s.name == "train" and s.job in self.steps and (s.job, s.step) in last]
-        return round(median(s.start - last[s.job, s.step] for s in asked), 4) if asked else None
-
     def phase_seconds(self, job: str, name: str) -> float:
         """Median over interleaved steps of the seconds in a phase, a part or a wait of a step; what overlaps counts once."""
         first = max((first for mode, first, _ in self.segments if mode == "interleaved"), default=1)
@@ -145,7 +139,6 @@ def summarise(
             "throughput_ratio": throughput_ratio(alone, both),
             **cores.figures(intervals, config, figures.alone_windows(), figures.shared_window()),
             "token_throughput_ratio": figures.token_throughput_ratio(),
-            "sample_to_lease_s": figures.sample_to_lease(),
             "bubble": {name: figures.bubble([node.name for node in pool.nodes]) for name, pool in config.pools.items()},
             "peak_rss_bytes": peak_rss_bytes,
             "startup_s": round(startup_s, 3),

@@ -60,6 +60,10 @@ def read_model_config(path: str, what_for: str = "estimate phase times from") ->
         # Slow to import, and needed only for a model that is not here as a folder.
         from huggingface_hub import hf_hub_download
 
+        if not _is_at_hand(path):  # asked once; a download asks for half a minute
+            way_out = "a folder with a config.json will do, such as those under recipes/models"
+            raise UserError(f"actor_rollout_ref.model.path={path}: no model config to {what_for}: no hub here has it; {way_out}")
+
         try:
             file = Path(hf_hub_download(path, "config.json"))
         except (OSError, ValueError) as error:

@@ -80,6 +80,11 @@ def test_where_others_reach_it_keys_must_be_named():
         keys.for_bind("tcp://0.0.0.0:1", None)
 
 
+def test_an_address_without_a_transport_is_no_address_of_other_machines():
+    with pytest.raises(UserError, match=r"--bind 127.0.0.1:5570 has no transport: tcp://127.0.0.1:5570 is meant"):
+        keys.for_bind("127.0.0.1:5570", None)
+
+
 def test_on_one_machine_a_user_finds_his_own_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv(keys.KEYS_VARIABLE, raising=False)

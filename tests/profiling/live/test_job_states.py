@@ -1,14 +1,17 @@
 """What a run does now, line by line, and on the screen of a terminal."""
 
+import os
 import shlex
 import shutil
 import sys
 
 import pytest
+from rich.console import Console
 
+from tests.profiling.live.conftest import EPOCH
 from tests.profiling.made_engines import make
 from tests.profiling.terminal import Terminal
-from verl_mux.profiling.live.screen import REPLICA_COLUMNS, Choice, Keys
+from verl_mux.profiling.live.screen import REPLICA_COLUMNS, Choice, Keys, render
 
 
 def test_who_holds_which_nodes_and_who_waits_behind_whom(run):
@@ -110,6 +113,27 @@ def test_replicas_by_their_newest_counters_sorted_and_filtered(run):
     ]
     assert [row["replica"] for row in run.look(Choice(rate, falling=True))["replicas"]] == [0, 1]
     assert [row["node"] for row in run.look(Choice(only="r1"))["replicas"]] == ["r1"]
+
+
+def test_what_an_engine_last_counted_is_no_more_when_its_job_has_ended(run):
+    run("a", "trainer", 1, "lease_wait", 0, phase="rollout", nodes=["r0"])
+    run("a", "server", 2, "engine_decode", replica=0, node="r0", running=7, queued=1, token_usage=0.5, tokens_per_sec=9.0)
+    (replica,) = run.look()["replicas"]
+    assert (replica["running"], replica["age_s"]) == (7, 0.0)
+    (run.folder / "a" / "exit_code").write_text("0")
+    seen = run.look()
+    (replica,), (job,) = seen["replicas"], seen["jobs"]
+    assert (job["ended"], replica["running"], replica["tokens_per_sec"], replica["age_s"]) == (True, None, None, None)
+
+
+def test_ages_count_from_the_newest_line_and_an_old_one_is_called_old(run, monkeypatch):
+    run("a", "trainer", 1, "lease_wait", 0, phase="rollout", nodes=["r0"])
+    run.look()
+    for later, words in ((10, False), (600, True)):
+        monkeypatch.setattr("time.time", lambda later=later: EPOCH + later)
+        console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(render(run.state, Choice()))
+        assert ("the newest line is 10 min old" in console.export_text()) is words
 
 
 def test_a_job_that_is_started_again_is_shown_at_the_step_that_it_does_again(run):

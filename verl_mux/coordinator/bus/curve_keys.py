@@ -88,6 +88,8 @@ def make(directory: Path) -> None:
 def for_bind(bind: str, directory: Path | None) -> ServerKeys:
     """Of a coordinator that listens at `bind`. Raises UserError where other machines reach it and no keys are named, and for a
     port beyond 65535."""
+    if "://" not in bind:
+        raise UserError(f"--bind {bind} has no transport: tcp://{bind} is meant, or an address of the form tcp://HOST:PORT")
     check_port(bind)
     if directory is not None:
         return _of_server(directory)

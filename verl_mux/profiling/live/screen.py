@@ -62,6 +62,7 @@ REPLICA_COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "age": ("age_s", _shown("age_s", "{:.0f} s")),
 }
 STALE_S = 5.0  # counters come once a second while an engine works
+QUIET_S = 120.0  # clocks of hosts may differ by less
 
 
 @dataclass
@@ -108,14 +109,16 @@ def _replicas(state: State, choice: Choice) -> list[Row]:
 
 
 def _replica_row(state: State, replica: Replica) -> Row:
-    seen = state.jobs[replica.job].requests.count(replica.number) if replica.job in state.jobs else {}
+    job = state.jobs.get(replica.job)
+    seen = job.requests.count(replica.number) if job else {}
+    goes_on = job is None or not job.ended  # what an engine last counted is no more when its job has ended
     in_tool = seen.get(IN_TOOL_OR_REWARD, 0) + seen.get(IN_REWARD, 0)
     return {
         **{"job": replica.job, "replica": replica.number, "node": replica.node, "step": replica.step},
-        **{key: replica.counters.get(key) for key in COUNTERS},
+        **{key: replica.counters.get(key) if goes_on else None for key in COUNTERS},
         **{"tool_or_reward": in_tool, "parked": seen.get(PARKED, 0), "requests": seen},
         **{"done": replica.done, "tokens": replica.tokens, "retracted": replica.retracted},
-        "age_s": round(state.now - replica.at, 3) if replica.at else None,
+        "age_s": round(state.now - replica.at, 3) if replica.at and goes_on else None,
     }
 
 
@@ -126,6 +129,8 @@ def as_json(state: State, choice: Choice) -> dict[str, Any]:
 def render(state: State, choice: Choice) -> Group:
     head = Text(f"{state.directory.resolve().name}: {len(state.jobs)} jobs, {len(state.replicas)} replicas", style="bold")
     head.append(f"   only replicas with {choice.only!r}" if choice.only else "")
+    if state.now and (silent_s := time.time() - state.now) > QUIET_S and not all(job.ended for job in state.jobs.values()):
+        head.append(f"   the newest line is {silent_s / 60:.0f} min old: ages count from it", style="yellow")
     head.append("   paused" if choice.paused else "", style="yellow")
     mark = list(REPLICA_COLUMNS)[choice.column]
     cells = {name + (" v" if choice.falling else " ^") * (name == mark): cell for name, (_, cell) in REPLICA_COLUMNS.items()}
