@@ -8,6 +8,7 @@ Run with VERL_PLATFORM=cpu and RAY_TMPDIR.
 from __future__ import annotations
 
 import json
+import os
 
 import ray
 from ray.cluster_utils import Cluster
@@ -34,6 +35,10 @@ class Seat(Worker):
     def where(self):
         return here()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def devices(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], *ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
 
 def landed(pool: RayResourcePool) -> list[str]:
     """The addresses of the Ray nodes on which Ray puts the bundles of this pool; they are given back."""
@@ -57,17 +62,26 @@ def found_out(ranks: list[Location], nodes: list[str], places: dict[str, Place])
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     for name, address in HOSTS.items():
-        cluster.add_node(node_ip_address=address, resources={f"mux_{name}": 1}, object_store_memory=80_000_000, **ROOM[name])
+        # One goes by its resource, the other by its address.
+        resources = {"mux_big": 1} if name == "big" else {}
+        cluster.add_node(node_ip_address=address, resources=resources, object_store_memory=80_000_000, **ROOM[name])
     ray.init(address=cluster.address, log_to_driver=False)
     places = {name: Place(host=address) for name, address in HOSTS.items()}
     check_cluster(places, {"big": 8, "small": 2}, ray_nodes())
     nodes = in_rank_order(["big", "small"], places, ray_nodes())
-    pool = PlacedPool(nodes, 1, 3, "global_pool")
-    ranks = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Seat)), device_name="cpu").where()
+    own = {"small": (places["small"], 1), "big": (Place(host=HOSTS["big"], gpu_ids=[4, 5]), 0)}
+    pool = PlacedPool({name: own[name] for name in nodes}, 1, 3, "global_pool")
+    # Several jobs have theirs there at once: more than Ray counts GPUs of.
+    others = [PlacedPool({"small": (places["small"], 0)}, 2, 1, f"other_{at}") for at in range(2)]
+    for other in others:
+        other.get_placement_groups()
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Seat)), device_name="cpu")
+    ranks = group.where()
     found = {
         "unbound": landed(RayResourcePool([1], max_colocate_count=3)),
-        "small": landed(PlacedPool(["small"], 1, 3, "small")),
-        "big": landed(PlacedPool(["big"], 2, 3, "big")),
+        "small": [at for other in others for at in landed(other)],
+        "big": landed(PlacedPool({"big": (places["big"], 2)}, 2, 3, "big")),
+        "devices": group.devices(),
         "order": nodes,
         "right": found_out(ranks, nodes, places),
         # As if each label were on the other host.
