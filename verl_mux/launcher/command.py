@@ -39,6 +39,10 @@ def run(
         str | None, typer.Option("--at", help="Start the jobs for the coordinator at this address; the run starts none.")
     ] = None,
     keys: Keys = None,
+    submit: Annotated[
+        str | None,
+        typer.Option("--submit", help="Submit the jobs to the job server of a Ray cluster at this URL, http://HOST:8265."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoints of the run there, as `resume: true`.")
     ] = False,
@@ -48,7 +52,7 @@ def run(
 
     Where the jobs of this file still run because only the watching ended, they are taken up again.
     """
-    result = run_jobs(run_file.read(file, directory, resume, _elsewhere(file, at, keys)))
+    result = run_jobs(run_file.read(file, directory, resume, {**_elsewhere(file, at, keys), "submit": submit}))
     print(json.dumps(result, indent=2)) if as_json else print_summary(result, Console())
 
 

@@ -15,7 +15,7 @@
       OTHER: {slo: 1.5, after: [NAME]} # no nodes: a coordinator with `placement: scheduler` chooses them
       THIRD: {nodes: ..., restarts: 2} # when it fails or is killed it is started again, at most twice, from its last checkpoint
       OTHER_ENGINE: {nodes: ..., python: ../.venv-vllm/bin/python} # of an environment with the same verl_mux and its own engine
-      WIDE: {nodes: ..., ray: "10.0.0.1:20000"} # joins this Ray cluster, which has a node for each of the job's nodes
+      WIDE: {nodes: ..., ray: "10.0.0.1:6379"} # joins this Ray cluster, which has a Ray node on the host of each of its nodes
     fillers:                             # run where no job does, until the jobs have ended; see docs/hold.md
       NAME: {pool: train, command: [python, train.py]}
 
@@ -52,7 +52,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One verl job. `nodes`: the coordinator's nodes by side, or `auto`; `gpus`: logical or real GPUs it uses on each node
     of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
     that must have ended before it is started. `restarts`: how often it is started again, from its newest checkpoint, when it
-    ended with an error other than in its keys. `ray`: HOST:PORT of the job's Ray cluster; None: the job starts one here.
+    ended with an error other than in its keys. `ray`: HOST:PORT of a Ray cluster that the job joins; None: the job starts one
+    here.
     `python`: the interpreter of its processes on this machine."""
 
     nodes: dict[str, list[str]] | Literal["auto"] = "auto"
@@ -79,11 +80,12 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module's docstring. Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
-    holds the pools that it answered with."""
+    holds the pools that it answered with. `submit`: URL of the job server of the Ray cluster that all jobs are submitted to."""
 
     dir: str
     coordinator: dict[str, Any]
     at: str | None = None
+    submit: str | None = None
     jobs: dict[str, JobSpec]
     fillers: dict[str, FillerSpec] = {}
     config_name: str = "mux_ppo_trainer"
@@ -154,7 +156,9 @@ def _explain(given: Any, error: msgspec.ValidationError) -> str:
                 msgspec.convert(spec, kind)
             except msgspec.ValidationError as inner:
                 return f"{what} {name!r}: {inner}; a {what} has {', '.join(kind.__struct_fields__)}"
-    return f"{error}; a run file has {', '.join(name for name in RunFile.__struct_fields__ if name not in ('here', 'at'))}"
+    return (
+        f"{error}; a run file has {', '.join(name for name in RunFile.__struct_fields__ if name not in ('here', 'at', 'submit'))}"
+    )
 
 
 def _check(run: RunFile) -> None:
@@ -169,7 +173,6 @@ def _check(run: RunFile) -> None:
         _check_filler(f"filler {name!r}", filler, config)
         if name in run.jobs:
             raise UserError(f"{name!r} names both a job and a filler; each needs a name of its own")
-    clusters: dict[str, str] = {}
     for name, job in run.jobs.items():
         _check_name(name, "job")
         if missing := [other for other in job.after if other not in run.jobs]:
@@ -177,10 +180,6 @@ def _check(run: RunFile) -> None:
         _check_job(f"job {name!r}", job, config)
         if shutil.which(python := interpreter(job, run)) is None:
             raise UserError(f"job {name!r}: python is {job.python}, and there is no program {python}")
-        if job.ray is not None and (other := clusters.setdefault(job.ray, name)) != name:
-            raise UserError(
-                f"job {name!r}: ray is {job.ray}, the cluster of job {other!r}; each job needs a Ray cluster of its own"
-            )
     try:
         graphlib.TopologicalSorter({name: job.after for name, job in run.jobs.items()}).prepare()
     except graphlib.CycleError as error:
