@@ -14,14 +14,14 @@ from typing import Any
 import ray
 import transfer_queue.interface as interface
 
-from verl_mux.coordinator.bus.members import UID_VARIABLE
-
 CONTROLLER, THEIRS = "TransferQueueController", "transfer_queue"
 _find, _options = interface._init_from_existing, interface.TransferQueueController.options
 
 
 def namespace() -> str:
     """Of this process's job."""
+    from verl_mux.coordinator.bus.members import UID_VARIABLE  # not where `import verl` brings this module in
+
     return f"{THEIRS}_{uid}" if (uid := os.environ.get(UID_VARIABLE)) else THEIRS
 
 
