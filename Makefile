@@ -13,6 +13,9 @@ VLLM_INSTALLED := .venv-vllm/.installed
 # uv does not read pip's configuration; hand it the index that pip is set to, if any.
 PIP_INDEX := $(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null)
 
+# Set in many images; every process of a job would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo demo-vllm demo-mixed test test-vllm test-gpu gpu-bundles test-hosts explore audit install install-vllm lint lock clean
 .DEFAULT_GOAL := help
 
@@ -76,7 +79,7 @@ $(INSTALLED) $(VLLM_INSTALLED): pyproject.toml verl_mux_cpu/pyproject.toml
 	$(if $(PIP_INDEX),UV_DEFAULT_INDEX=$(PIP_INDEX)) $(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps -r requirements/lock$(subst .venv,,$(@D)).txt
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e . -e ./verl_mux_cpu
 	cd $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') && \
-	  env -u PYTHONDONTWRITEBYTECODE $(CURDIR)/$(@D)/bin/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
+	  $(CURDIR)/$(@D)/bin/python -m compileall -q -j 0 $(HEAVY) >/dev/null 2>&1 || true
 	@touch $@
 
 lint: $(INSTALLED)

@@ -59,6 +59,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return Groups(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
+    from tests.warm import workers
+
+    server = workers.start(specs)
+    config.add_cleanup(server.stdin.close)
+
+
 def pytest_runtest_setup() -> None:
     """What a test draws at random depends on no test before it."""
     if time.time() > float(os.environ.get(UNTIL, "inf")):

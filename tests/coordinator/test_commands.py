@@ -23,8 +23,8 @@ def call(monkeypatch, *arguments):
 def test_status_prints_plain_lines_where_there_is_no_terminal(monkeypatch, capsys, serve, join):
     coordinator = serve(expect_jobs=2)
     a = join(coordinator, "a", steps=9)
-    a.acquire("init")
     a.memory("r0", {"weights": 3 * 2**20})
+    a.acquire("init")  # once it is answered, what was sent before it has arrived
     assert call(monkeypatch, "status", "--address", coordinator.address) == 0
     printed = capsys.readouterr().out.splitlines()
     where = "interleaved (segment 1 of 1, waiting for the expected jobs)"
@@ -46,7 +46,9 @@ def test_a_job_that_starts_up_says_at_what_it_is(serve, join):
 
 def test_status_as_json_has_no_nan(monkeypatch, capsys, serve, join):
     coordinator = serve()
-    join(coordinator, "a").report_step(1, {"reward": float("nan"), "grad_norm": float("inf"), "score": 0.5})
+    a = join(coordinator, "a")
+    a.report_step(1, {"reward": float("nan"), "grad_norm": float("inf"), "score": 0.5})
+    a.acquire("rollout", step=1)  # once it is answered, what was sent before it has arrived
     assert call(monkeypatch, "status", "--address", coordinator.address, "--json") == 0
     told = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert told["jobs"]["a"]["metrics"] == {"reward": None, "grad_norm": None, "score": 0.5}
@@ -55,8 +57,9 @@ def test_status_as_json_has_no_nan(monkeypatch, capsys, serve, join):
 def test_status_on_a_terminal_is_a_table(serve, join):
     coordinator = serve()
     a, b = join(coordinator, "a"), join(coordinator, "b")
-    a.acquire("rollout", step=1)
     b.report_step(3, {"reward": 0.5})
+    b.release(b.acquire("train", step=3))  # once it is answered, what was sent before it has arrived
+    a.acquire("rollout", step=1)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(status_view.tables(coordinator.snapshot()))
     shown = console.export_text()

@@ -82,7 +82,7 @@ def run(assets, tmp_path_factory, request) -> Run:
     # The phase in which a job is killed lasts longer than Ray takes to end its workers, a second or two, and than it takes to ask
     # the coordinator whether it still lasts.
     restarts = [*tiny.overrides(assets, STEPS), OVERSAMPLED[0], *LONG_ROLLOUT, "trainer.save_freq=1"]
-    restarts += ["actor_rollout_ref.actor.ppo_epochs=20"]
+    restarts += ["actor_rollout_ref.actor.ppo_epochs=8"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
     jobs = {name: [*keys, "mux.launch.warm=true"] for name, keys in jobs.items()}
