@@ -35,6 +35,10 @@ def test_a_worker_sees_the_gpu_of_its_node_though_ray_gives_it_none(found):
     assert found["devices"] == [["1", "1"], ["4", "4"]]
 
 
+def test_of_a_node_without_gpu_ids_the_gpus_are_those_that_its_ray_node_shows(found):
+    assert found["seen"] == {"big": [str(gpu) for gpu in range(10, 18)], "small": ["0", "1"]}
+
+
 def test_a_label_on_the_wrong_host_is_found_before_a_device_is_touched(found):
     assert f"training rank 0 works for node 'small' (host {BIG}), but runs on {socket.gethostname()} ({SMALL}" in found["swapped"]
     assert f"training rank 1 works for node 'big' (host {SMALL}), but runs on {socket.gethostname()} ({BIG}" in found["swapped"]

@@ -31,6 +31,8 @@ from verl_mux.places.place import Location, Place, is_host, resource_of
 _FRACTION = 1e-4
 # Names a worker's GPU in its environment.
 _SHOWN = "VERL_MUX_GPU"
+# By default old versions of Ray hide all GPUs from what asks for none.
+_UNHIDDEN = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def here() -> Location:
@@ -208,7 +210,7 @@ def _devices_of(place: Place, at: RayNode, where: str) -> list[str]:
         return [str(gpu) for gpu in place.gpu_ids]
     platform, seen = get_platform(), ""
     if platform.device_name != "cpu":
-        look = ray.remote(os.environ.get).options(num_cpus=0, resources={where: _FRACTION})
+        look = ray.remote(os.getenv).options(num_cpus=0, resources={where: _FRACTION}, runtime_env={"env_vars": _UNHIDDEN})
         seen = ray.get(look.remote(platform.visible_devices_envvar())) or ""
     return [word.strip() for word in seen.split(",") if word.strip()] or [str(gpu) for gpu in range(at.gpus)]
 
@@ -220,8 +222,7 @@ def _showing_device(start: Callable) -> Callable:
     def started(self: Any, placement_group: PlacementGroup, placement_group_bundle_idx: int, **given: Any) -> Any:
         if devices := getattr(placement_group, "mux_devices", None):
             shown = dict.fromkeys((get_platform().visible_devices_envvar(), _SHOWN), devices[placement_group_bundle_idx])
-            # By default old versions of Ray hide all GPUs from what asks for none.
-            self._options["runtime_env"]["env_vars"].update(shown, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
+            self._options["runtime_env"]["env_vars"].update(shown | _UNHIDDEN)
         return start(self, placement_group, placement_group_bundle_idx, **given)
 
     return started
