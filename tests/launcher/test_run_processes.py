@@ -215,7 +215,7 @@ def test_a_submitted_job_finds_its_cluster_by_itself_and_its_driver_is_what_a_us
     run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"a": spec}, submit="http://10.0.0.1:8265")
     job = JobProcess("a", spec, run, "tcp://10.0.0.1:5570")
     forks = ["verl_mux.warm.fork_server"] if warm else []
-    assert job._command[4 : 7 + warm] == ["verl_mux.launcher.submitted", run.submit, *forks, "verl.trainer.main_ppo"]
+    assert job._command[4 : 7 + warm] == ["verl_mux.warm.submitted", run.submit, *forks, "verl.trainer.main_ppo"]
     assert "++ray_kwargs.ray_init.address=null" in job._command and "++ray_kwargs.ray_init.num_cpus=null" in job._command
     assert "RAY_JOB_CONFIG_JSON_ENV_VAR" in job.environment()
 

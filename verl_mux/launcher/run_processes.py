@@ -191,7 +191,7 @@ class JobProcess(MarkedProcess):
         forks = _forks(command, {**os.environ, **run.environment, **spec.environment}, self._joins)
         before = ["verl_mux.warm.fork_server"] if forks else []
         if run.submit is not None:
-            command = [*command[:4], "verl_mux.launcher.submitted", run.submit, *before, *command[4:]]
+            command = [*command[:4], "verl_mux.warm.submitted", run.submit, *before, *command[4:]]
         else:
             command = [*command[:2], *before, *command[2:]]
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})

@@ -1,4 +1,4 @@
-"""`python -m verl_mux.launcher.submitted URL MODULE ARGUMENTS...`: runs `python -m MODULE ARGUMENTS` as a job of Ray's job
+"""`python -m verl_mux.warm.submitted URL MODULE ARGUMENTS...`: runs `python -m MODULE ARGUMENTS` as a job of Ray's job
 server, follows its log, and ends as the job's driver ends. SIGINT and SIGTERM stop the job.
 
 Runs in the place of a job's driver in `verl-mux run --submit`; started by run_processes.py, which puts the variables that the
