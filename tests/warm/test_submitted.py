@@ -1,4 +1,4 @@
-"""What follows a job of Ray's job server ends as that job's driver ends. The job server itself: tests/e2e/test_multiplexed_run.py."""
+"""What follows a job of Ray's job server ends as that job's driver ends. A real job server: tests/e2e/test_multiplexed_run.py."""
 
 from __future__ import annotations
 
