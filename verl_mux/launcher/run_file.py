@@ -53,8 +53,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of a side. `slo`: how many times its iteration alone one may last, for a job that the coordinator places. `after`: jobs
     that must have ended before it is started. `restarts`: how often it is started again, from its newest checkpoint, when it
     ended with an error other than in its keys. `ray`: HOST:PORT of a Ray cluster that the job joins; None: the job starts one
-    here.
-    `python`: the interpreter of its processes on this machine."""
+    here. `python`: the interpreter of its processes on this machine."""
 
     nodes: dict[str, list[str]] | Literal["auto"] = "auto"
     gpus: dict[str, int] = msgspec.field(default_factory=lambda: {"rollout": 1, "train": 1})
@@ -156,9 +155,7 @@ def _explain(given: Any, error: msgspec.ValidationError) -> str:
                 msgspec.convert(spec, kind)
             except msgspec.ValidationError as inner:
                 return f"{what} {name!r}: {inner}; a {what} has {', '.join(kind.__struct_fields__)}"
-    return (
-        f"{error}; a run file has {', '.join(name for name in RunFile.__struct_fields__ if name not in ('here', 'at', 'submit'))}"
-    )
+    return f"{error}; a run file has {', '.join(it for it in RunFile.__struct_fields__ if it not in ('here', 'at', 'submit'))}"
 
 
 def _check(run: RunFile) -> None:
