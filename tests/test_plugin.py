@@ -53,7 +53,8 @@ def test_the_command_line_answers_without_torch(python):
 def test_import_verl_loads_only_the_hooks_of_ours(with_us, without_us):
     ours = set(with_us["after_verl"]) - set(without_us["after_verl"])
     assert "verl_mux.plugin" in ours
-    hooks = {"plugin", "post_import", "errors", "platform", "platform.choose", "config", "config.validation_hook"}
+    hooks = {"plugin", "post_import", "errors", "platform", "platform.choose", "config", "config.validation_hook",
+             "config.queue_namespace"}  # fmt: skip
     ours = {name for name in ours if name.partition(".")[0] != "wrapt"}
     cpu = {"verl_mux_cpu", "verl_mux_cpu.plugin", "verl_mux_cpu.vllm_metadata"}
     assert ours <= {"verl_mux", *(f"verl_mux.{hook}" for hook in hooks)} | cpu

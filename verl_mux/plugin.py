@@ -18,6 +18,7 @@ REGISTRATIONS = {
     "verl.trainer.ppo.v1": "verl_mux.trainer.modes",
     "verl.checkpoint_engine": "verl_mux.sync.engine",
     "verl.utils.config": "verl_mux.config.validation_hook",
+    "transfer_queue.interface": "verl_mux.config.queue_namespace",
 }
 # actor_rollout_ref.rollout.name -> where our record of that engine is; read by verl_mux/rollout/engine/record.py.
 ENGINES = {

@@ -82,13 +82,15 @@ _NAMES = {
     "verl": {
         "workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": "our checkpoint engine worker",
         "workers.rollout.replica.RolloutReplica.init_colocated": "launches a replica on a pool that we made",
+        "workers.rollout.replica.RolloutReplica.rollout_worker_use_gpu": "a pool of ours asks Ray for no GPU",
         "checkpoint_engine.base.CheckpointEngineRegistry._registry": "which of verl's engines could be imported",
         "checkpoint_engine.base.CheckpointEngineRegistry._import_errors": "what the others lack",
         "workers.engine_workers.ActorRolloutRefWorker.update_weights": "overridden: host shards instead of full tensors",
         "workers.engine.base.BaseEngineCtx._context_switch": "moves nothing while our workers have loaded the states",
         "workers.engine.base.EngineRegistry._engines": "is a CPU engine registered already",
         "workers.rollout.llm_server.LLMServerManager._initialize_llm_servers": "rollout_replica_class is read there",
-        "single_controller.ray.base.RayResourcePool.get_placement_groups": "bundles with a resource of their node's",
+        "single_controller.ray.base.RayResourcePool.get_placement_groups": "replaced: bundles on their node's Ray node, no GPU",
+        "single_controller.ray.base.RayClassWithInitArgs.__call__": "a worker is shown the GPU of its bundle",
         "single_controller.ray.base.ResourcePoolManager.create_resource_pool": "its pools are replaced by placed ones",
         "single_controller.ray.base.sort_placement_group_by_node_ip": "the order of ranks, which ours must agree with",
         "checkpoint_engine.base.CheckpointEngineManager.build_process_group": "called once, not at every sync",
@@ -108,9 +110,13 @@ _NAMES = {
         "_forkserver._forkserver_address _forkserver._forkserver_alive_fd": "set: its server is a fork of ours",
         "_forkserver._forkserver_pid": "set with them",
     },
-    "ray": {"experimental.internal_kv._internal_kv_put experimental.internal_kv._internal_kv_get": "whose Ray cluster it is"},
+    "ray": {
+        "_private.state.available_resources_per_node": "has Ray given GPUs of a node to a job that takes no turns",
+        "runtime_context.RuntimeContext.get_accelerator_ids": "says which GPU a worker is shown, to which Ray gave none",
+    },
     "transfer_queue": {
-        "interface.TransferQueueController": "by its name a job finds another one in its Ray cluster",
+        "interface.TransferQueueController interface._TQ_CONTROLLER": "found by its name: one in each job's own namespace",
+        "interface._init_from_existing": "replaced by a look into the job's own namespace",
         "storage.simple_storage.SimpleStorageUnit": "found by its name: a rollout waits for a dead one",
     },
 }

@@ -1,13 +1,13 @@
-"""Run a command while each job of a run file has a Ray cluster and each host an agent.
+"""Run a command while the jobs of a run file have their Ray clusters, one for all or several, and each host has an agent.
 
     python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml
 
 Without a command the clusters and agents go on until this program is ended. With --print nothing is started: it prints each
 `ray start` with its host. Runs on the machine of `verl-mux run`, which
 `bind` and each job's `ray` name; it holds the head of each cluster. `--via` is what starts a command on a host. Each node of
-a job is one `ray start` on the node's host, with the resource `mux_NODE`, the node's GPUs and ports of the job's own: the 50
-from the port of its `ray`. What runs on a host is started again when it ends, and is ended when its standard input ends: at
-the end of this program, or when this machine is gone.
+a cluster's jobs is one `ray start` on the node's host, with the resource `mux_NODE`, the node's GPUs and ports of the cluster's
+own: the 50 from the port of `ray`. What runs on a host is started again when it ends, and is ended when its standard input ends:
+at the end of this program, or when this machine is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-BLOCK, PER_NODE = 50, 10  # ports of a job; of each of its nodes on one host
+BLOCK, PER_NODE = 50, 10  # ports of a cluster; of each of its nodes on one host
 SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port",
@@ -64,38 +64,40 @@ while True:  # until two looks agree: a `ray start` that Ray gives up after 30 s
 
 
 def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, str, dict[str, str], list[str]]]:
-    """(job, host, variables, `ray start`) of each node of each job that names a Ray cluster.
+    """(cluster, host, variables, `ray start`) of each node of each cluster that jobs name; by its address.
 
     Raises:
-        SystemExit: the jobs' ports overlap, or a job has too many nodes on a host.
+        SystemExit: the clusters' ports overlap, or one has too many nodes on a host.
     """
     nodes = {node["name"]: node for pool in pools.values() for node in pool["nodes"]}
-    jobs = {name: job for name, job in run["jobs"].items() if "ray" in job}
-    ports = sorted(int(job["ray"].rpartition(":")[2]) for job in jobs.values())
+    clusters: dict[str, list[str]] = {}
+    for job in run["jobs"].values():
+        if "ray" in job:
+            clusters.setdefault(job["ray"], []).extend([*job["nodes"]["train"], *job["nodes"]["rollout"]])
+    ports = sorted(int(address.rpartition(":")[2]) for address in clusters)
     if any(b - a < BLOCK for a, b in zip(ports, ports[1:], strict=False)):
         sys.exit(f"clusters.py: the ports of the jobs' `ray` must be {BLOCK} apart; they are {', '.join(map(str, ports))}")
     found = []
-    for name, job in jobs.items():
+    for address, of_jobs in clusters.items():
         places: dict[str, int] = {}
-        for node in dict.fromkeys([*job["nodes"]["train"], *job["nodes"]["rollout"]]):
+        for node in dict.fromkeys(of_jobs):
             host, about = nodes[node]["host"], nodes[node]
             places[host] = place = places.get(host, 0) + 1
             if place >= BLOCK // PER_NODE:
-                sys.exit(f"clusters.py: job {name} has more than {BLOCK // PER_NODE - 1} nodes on host {host}")
+                sys.exit(f"clusters.py: the cluster at {address} has more than {BLOCK // PER_NODE - 1} nodes on host {host}")
             variables = {"VERL_MUX_NODE": node}
             if about.get("gpu_ids") is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, about["gpu_ids"]))
             resources = json.dumps({f"mux_{node}": 1})
-            options = {"address": job["ray"], "num-gpus": about.get("gpus", 1), "resources": resources}
+            options = {"address": address, "num-gpus": about.get("gpus", 1), "resources": resources}
             options["object-store-memory"] = OBJECT_STORE
-            found.append(
-                (name, host, variables, ray_start(int(job["ray"].rpartition(":")[2]) + place * PER_NODE, SERVICES, options))
-            )
+            first_port = int(address.rpartition(":")[2]) + place * PER_NODE
+            found.append((address, host, variables, ray_start(first_port, SERVICES, options)))
     return found
 
 
 def head(address: str) -> list[str]:
-    """The `ray start` of a job's head, which offers nothing."""
+    """The `ray start` of a cluster's head, which offers nothing."""
     ip, _, port = address.rpartition(":")
     # The folder is that of the cluster's nodes too, on each host.
     options = {"node-ip-address": ip, "num-cpus": 0, "num-gpus": 0, "temp-dir": f"/tmp/verl_mux_ray_{port}"}
@@ -113,13 +115,17 @@ def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any
 
 def lines(run: dict[str, Any], pools: dict[str, Any]) -> list[str]:
     """`host: command` of each Ray node that `main` would start."""
-    heads = [(name, job["ray"].rpartition(":")[0], {}, head(job["ray"])) for name, job in run["jobs"].items() if "ray" in job]
+    heads = [(address, address.rpartition(":")[0], {}, head(address)) for address in addresses(run)]
     dull = ("--block", "--disable-usage-stats", "--log-color=false")
     found = []
     for _, host, variables, (_, _, _, *words) in [*heads, *plan(run, pools)]:
         given = [f"{name}={value}" for name, value in variables.items()]
         found.append(f"{host}: {shlex.join([*given, 'ray', *(word for word in words if word not in dull)])}")
     return found
+
+
+def addresses(run: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(job["ray"] for job in run["jobs"].values() if "ray" in job))
 
 
 def on_host(via: str, host: str, command: list[str], variables: dict[str, str]) -> list[str]:
@@ -165,31 +171,30 @@ def main() -> int:
     agent = [sys.executable, "-m", "verl_mux", "agent", "--coordinator", address, "--keys", str(keys)]
     agent += ["--log-dir", str(folder / "agents")]
     nodes = plan(run, pools)
-    jobs = {name: job for name, job in run["jobs"].items() if "ray" in job}
     log = (folder / "clusters.log").open("a")
     kept: list[subprocess.Popen] = []
 
     def keep(words: list[str]) -> None:
         kept.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True))
 
-    def wait(job: str, *offers: str) -> None:
-        words = [sys.executable, "-c", WAIT, jobs[job]["ray"], *offers]
+    def wait(cluster: str, *offers: str) -> None:
+        words = [sys.executable, "-c", WAIT, cluster, *offers]
         if subprocess.run(words, env=environment, stdout=log, stderr=log, check=False).returncode:
-            sys.exit(f"clusters.py: the Ray cluster of job {job} did not come up (log: {log.name})")
+            sys.exit(f"clusters.py: the Ray cluster at {cluster} did not come up (log: {log.name})")
 
     environment = {**os.environ, **variables}
     try:
-        for job in jobs.values():
-            keep(on_host("", "", head(job["ray"]), of_jobs))
-        for name in jobs:
-            wait(name)
+        for cluster in addresses(run):
+            keep(on_host("", "", head(cluster), of_jobs))
+        for cluster in addresses(run):
+            wait(cluster)
         together = given.at_once or len(nodes)
         for first in range(0, len(nodes), together):
             group = nodes[first : first + together]
             for _, host, own_variables, words in group:
                 keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own_variables}))
-            for name in dict.fromkeys(job for job, *_ in group):
-                wait(name, *(f"mux_{own_variables['VERL_MUX_NODE']}" for job, _, own_variables, _ in group if job == name))
+            for cluster in dict.fromkeys(cluster for cluster, *_ in group):
+                wait(cluster, *(f"mux_{given['VERL_MUX_NODE']}" for of, _, given, _ in group if of == cluster))
         for host in dict.fromkeys(host for _, host, _, _ in nodes):
             keep(on_host(given.via, host, agent, {}))
         running = subprocess.Popen(command, env=environment, start_new_session=True)

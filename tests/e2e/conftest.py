@@ -1,5 +1,6 @@
-"""One multiplexed run of real jobs for all tests here: the coordinator is killed, then one job in its rollout, which the launcher
-starts again; the coordinator falls silent for longer than a lease lasts; the job is killed again, in training, then the launcher.
+"""One multiplexed run of real jobs for all tests here, submitted to one standing Ray cluster: the coordinator is killed, then one
+job in its rollout, which the launcher starts again; the coordinator falls silent for longer than a lease lasts; the job is killed
+again, in training, then the launcher.
 
 Then two colocated jobs on one node. Never more than two jobs at once: each is a dozen processes and several GiB.
 """
@@ -21,6 +22,7 @@ import pytest
 
 from bench.coordinator_process import CoordinatorProcess
 from tests.e2e import tiny
+from tests.e2e.standing import standing_cluster
 from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.commands import fetch_status
 from verl_mux.launcher.marked_process import read_note
@@ -40,17 +42,20 @@ STREAMED, ENOUGH = 4, 2
 # Of two jobs on one node, one with rollout control. A segment takes long enough that an abort finds somebody in the engine.
 CONTROLLED_STEPS, SEGMENT, LONGEST, VALIDATED = 5, 48, 96, 4
 _LIMIT_S = 600
+# The time that Ray has to end what is a job's when its driver has ended.
+_ENDED_S = 20.0
 
 
 @dataclass
 class Run:
     """`killed[phase]`: when `rolls` was killed in it, and when some process of it was last seen alive; `coordinator_killed`: when
-    that was. Seconds since the epoch."""
+    that was. Seconds since the epoch. `left`: what its jobs have in the Ray cluster when all have ended."""
 
     directory: Path
     returncode: int = -1
     log: str = ""
     killed: dict[str, tuple[float, float]] = field(default_factory=dict)
+    left: dict[str, list[str]] = field(default_factory=dict)
     coordinator_killed: float = 0.0
 
 
@@ -80,13 +85,14 @@ def run(assets, tmp_path_factory, request) -> Run:
     restarts += ["actor_rollout_ref.actor.ppo_epochs=8"]
     restarts += ["data.max_response_length=512", "trainer.max_actor_ckpt_to_keep=2"]
     jobs = {"stays": [*tiny.overrides(assets, STEPS), *checkpoints, *slowly], "rolls": restarts}
-    file = tiny.run_file(
-        directory / "run.yaml", out, jobs, {"PYTHONPATH": str(assets)}, restarts={"rolls": 1}, lease_timeout=LEASE_S
-    )
+    jobs = {name: [*keys, "mux.launch.warm=true"] for name, keys in jobs.items()}
+    path = os.pathsep.join(filter(None, (str(assets), os.environ.get("PYTHONPATH"))))
+    file = tiny.run_file(directory / "run.yaml", out, jobs, {"PYTHONPATH": path}, restarts={"rolls": 1}, lease_timeout=LEASE_S)
     result = Run(out)
-    with (directory / "log").open("w") as log:
-        command = [sys.executable, "-m", "verl_mux", "run", str(file)]
-        runner = subprocess.Popen(command, stdout=log, stderr=log)
+    with standing_cluster(tiny.ENVIRONMENT) as cluster, (directory / "log").open("w") as log:
+        command = [sys.executable, "-m", "verl_mux", "run", str(file), "--submit", cluster.url]
+        environment = {**os.environ, **cluster.environment}
+        runner = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             for job in jobs:
                 _until(lambda job=job: _since(0.0, out, job, "step"), runner)
@@ -105,7 +111,7 @@ def run(assets, tmp_path_factory, request) -> Run:
             _until(lambda: _since(result.killed["train"][1], out, "stays", "step"), runner, 60)
             runner.kill()
             runner.wait()
-            runner = subprocess.Popen(command, stdout=log, stderr=log)
+            runner = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             _until(lambda: "job stays runs" in (directory / "log").read_text(), runner, 60)
             taken_up = time.time()
             _until(lambda: _since(taken_up, out, "stays", "step"), runner, 60)
@@ -113,6 +119,7 @@ def run(assets, tmp_path_factory, request) -> Run:
             if runner.poll() is None:
                 runner.send_signal(signal.SIGINT)
             result.returncode = runner.wait(120)
+        result.left = cluster.left_after(_ENDED_S)
     result.log = (directory / "log").read_text()
     return result
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from datetime import datetime
@@ -167,14 +168,19 @@ def overrides(assets: Path, steps: int, mode: str = "mux_separate") -> list[str]
     ]
 
 
+def pools() -> dict[str, dict]:
+    """One rollout node and one training node of this machine, each a core and a logical GPU."""
+    sides = {"rollout": {"name": "r0", "gpu_ids": [0], "cpus": [0]}, "train": {"name": "t0", "gpu_ids": [1], "cpus": [1]}}
+    return {side: {"nodes": [{"host": socket.gethostname(), **node}]} for side, node in sides.items()}
+
+
 def run_file(
     path: Path, directory: Path, jobs: dict[str, list[str]], environment: dict[str, str], restarts: dict[str, int], **coordinator
 ) -> Path:  # fmt: skip
     """A run file for `jobs` ({name: overrides}) on one rollout node and one training node. `restarts`: how many, by job."""
-    pools = {"rollout": {"nodes": [{"name": "r0", "cpus": [0]}]}, "train": {"nodes": [{"name": "t0", "cpus": [1]}]}}
     spec = {
         "dir": str(directory),
-        "coordinator": {"pools": pools, **coordinator},
+        "coordinator": {"pools": pools(), **coordinator},
         "environment": {**ENVIRONMENT, **_own_devices(directory), **environment},
         "jobs": {
             name: {"nodes": {"rollout": ["r0"], "train": ["t0"]}, "seed": 7, "overrides": keys, "restarts": restarts.get(name, 0)}

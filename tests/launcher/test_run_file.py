@@ -85,7 +85,6 @@ REFUSED = {
             ["bind is tcp://0.0.0.0:5570; one address of this machine is needed"],
         ),
         ("seed: 3", "seed: 3, restarts: -1", ["`int` >= 0", "jobs.math.restarts", "given: -1"]),
-        ("  code-7b.v2: {", "  code-7b.v2: {ray: '10.0.0.1:7', ", ["'code-7b.v2'", "10.0.0.1:7, the cluster of job 'math'"]),
     ],
 }
 

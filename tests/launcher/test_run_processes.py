@@ -208,7 +208,20 @@ def test_a_job_with_a_ray_cluster_joins_it_and_its_workers_get_the_mark_and_the_
     assert f"mux.keys='{tmp_path}/keys'" in job._command
     given = job.environment()
     workers = json.loads(given["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"]
+    assert workers.pop("RAY_OVERRIDE_JOB_RUNTIME_ENV") == "1"
     assert workers == {"COLOUR": "blue", UID_VARIABLE: "secret"} and given[UID_VARIABLE] == "secret"
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_submitted_job_finds_its_cluster_by_itself_and_its_driver_is_what_a_user_would_submit(tmp_path, warm):
+    overrides = ["mux.launch.warm=true"] if warm else []
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, ray="10.0.0.1:20000", overrides=overrides)
+    run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"a": spec}, submit="http://10.0.0.1:8265")
+    job = JobProcess("a", spec, run, "tcp://10.0.0.1:5570")
+    forks = ["verl_mux.warm.fork_server"] if warm else []
+    assert job._command[4 : 7 + warm] == ["verl_mux.warm.submitted", run.submit, *forks, "verl.trainer.main_ppo"]
+    assert "++ray_kwargs.ray_init.address=null" in job._command and "++ray_kwargs.ray_init.num_cpus=null" in job._command
+    assert "RAY_JOB_CONFIG_JSON_ENV_VAR" in job.environment()
 
 
 def test_a_job_without_one_starts_its_own(tmp_path):

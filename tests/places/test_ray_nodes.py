@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("verl")
 from verl_mux.errors import UserError
 from verl_mux.places.place import Location, Place, check, is_host, mismatch
-from verl_mux.places.ray_nodes import RayNode, check_cluster, check_own, in_rank_order
+from verl_mux.places.ray_nodes import RayNode, check_cluster, check_own, in_rank_order, ray_node_of
 
 AT = Location("gpu-07.cluster.example", ("10.0.0.7", "fd00::7"), ("2", "3"))
 
@@ -70,13 +70,25 @@ FREE = {"r0": Place(), "t0": Place()}
 
 def test_a_cluster_with_all_nodes_and_enough_gpus_passes():
     check_cluster(BOUND, {"r0": 8, "t0": 8, "t1": 4}, CLUSTER)
-    check_cluster(FREE, {"r0": 8, "t0": 8}, CLUSTER[:2])
+    check_cluster(FREE, {"r0": 4, "t0": 4}, CLUSTER[:2])
+
+
+def test_without_a_resource_of_its_own_a_node_is_the_ray_node_on_its_host():
+    cluster = [RayNode("10.0.0.8", 8, host="a.example"), RayNode("10.0.0.9", 8), *CLUSTER[2:]]
+    places = {"r0": Place(host="a", gpu_ids=[0, 1]), "r1": Place(host="a", gpu_ids=[2, 3]), "t0": Place(host="10.0.0.9"),
+              "t1": BOUND["t1"]}  # fmt: skip
+    check_cluster(places, {"r0": 2, "r1": 2, "t0": 8}, [cluster[0], cluster[1]])
+    assert [ray_node_of(node, place, cluster).address for node, place in places.items()] == [
+        "10.0.0.8", "10.0.0.8", "10.0.0.3", "10.0.0.20",
+    ]  # fmt: skip
+    # Its resource comes before its address.
+    assert in_rank_order(["t1", "r1", "r0"], places, cluster) == ["t1", "r1", "r0"]
 
 
 @pytest.mark.parametrize(
     ("places", "gpus", "cluster", "words"),
     [
-        (BOUND, {"t0": 8, "r0": 8}, CLUSTER[:1] + CLUSTER[2:], "node 'r0' (host a): no Ray node offers the resource 'mux_r0'"),
+        (BOUND, {"t0": 8, "r0": 8}, CLUSTER[:1] + CLUSTER[2:], "no Ray node is on that host or offers the resource 'mux_r0'"),
         (BOUND, {"r0": 8}, CLUSTER[:1], """`ray start ... --resources='{"mux_r0": 1}'`"""),
         (BOUND, {"r0": 8}, [CLUSTER[1]] * 2, "2 Ray nodes offer the resource 'mux_r0' (10.0.0.1, 10.0.0.1)"),
         # Too small: not waited for.
@@ -84,6 +96,12 @@ def test_a_cluster_with_all_nodes_and_enough_gpus_passes():
         # Ray could choose.
         (FREE, {"r0": 8, "t0": 8}, CLUSTER, "Ray has 3 nodes with GPUs (10.0.0.1, 10.0.0.3, 10.0.0.20)"),
         (FREE, {"r0": 8, "t0": 8}, CLUSTER, "no host for r0, t0"),
+        # Nothing would end the wait.
+        (FREE, {"r0": 4, "t0": 8}, CLUSTER[:2], "the job asks Ray for 12 GPUs, and 8 are free"),
+        (FREE, {"r0": 4, "t0": 4}, [RayNode("10.0.0.1", 8, taken=1)], "give r0, t0 a `host`"),
+        # One of verl's own modes would be on the same GPUs.
+        (BOUND, {"r0": 4}, [RayNode("10.0.0.1", 8, {"mux_r0": 1}, taken=4)], "Ray has given 4 GPUs of its Ray node 10.0.0.1 to"),
+        (BOUND, {"r0": 4}, [RayNode("10.0.0.1", 8, host="a")] * 2, "2 Ray nodes are on that host (10.0.0.1, 10.0.0.1)"),
     ],
 )
 def test_a_cluster_on_which_ray_would_not_do_as_asked_is_refused(places, gpus, cluster, words):
@@ -97,6 +115,8 @@ def test_gpus_of_ones_own_are_none_that_a_lease_gives_to_others(monkeypatch):
     with pytest.raises(UserError, match="10.0.0.7 offers mux_own and mux_r0, whose GPUs leases cover"):
         check_own(2, True, [*CLUSTER, both])
     check_own(2, True, [*CLUSTER, RayNode("10.0.0.7", 2, {"mux_own": 1})])
+    with pytest.raises(UserError, match="asks for 2 GPUs of its own, and Ray has 1"):
+        check_own(2, True, [*CLUSTER, RayNode("10.0.0.7", 2, {"mux_own": 1}, taken=1)])
     for device in ("cpu", "cuda"):
         monkeypatch.setattr("verl_mux.places.ray_nodes.get_platform", lambda device=device: SimpleNamespace(device_name=device))
         if device == "cpu":

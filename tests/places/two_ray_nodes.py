@@ -8,6 +8,9 @@ Run with VERL_PLATFORM=cpu and RAY_TMPDIR.
 from __future__ import annotations
 
 import json
+import os
+from types import SimpleNamespace
+from unittest import mock
 
 import ray
 from ray.cluster_utils import Cluster
@@ -18,8 +21,9 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import RayResourcePool
 
 from verl_mux.errors import UserError
+from verl_mux.places import ray_nodes as ray_nodes_module
 from verl_mux.places.place import Location, Place
-from verl_mux.places.ray_nodes import PlacedPool, check_cluster, here, in_rank_order, ray_nodes
+from verl_mux.places.ray_nodes import PlacedPool, RayNode, check_cluster, here, in_rank_order, ray_node_of, ray_nodes
 from verl_mux.trainer.job_hosts import check_ranks
 from verl_mux.worker_settings import WorkerSettings
 
@@ -34,6 +38,10 @@ class Seat(Worker):
     def where(self):
         return here()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def devices(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], *ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
 
 def landed(pool: RayResourcePool) -> list[str]:
     """The addresses of the Ray nodes on which Ray puts the bundles of this pool; they are given back."""
@@ -43,6 +51,15 @@ def landed(pool: RayResourcePool) -> list[str]:
     for group in groups:
         remove_placement_group(group)
     return found
+
+
+def seen(places: dict[str, Place], cluster: list[RayNode]) -> dict[str, list[str]]:
+    """The GPUs of nodes of which the coordinator's file says none, as on a platform with GPUs."""
+    cuda = SimpleNamespace(device_name="cuda", visible_devices_envvar=lambda: "CUDA_VISIBLE_DEVICES")
+    with mock.patch.object(ray_nodes_module, "get_platform", return_value=cuda):
+        found = {name: ray_node_of(name, place, cluster) for name, place in places.items()}
+        resources = {"big": "mux_big", "small": f"node:{HOSTS['small']}"}
+        return {name: ray_nodes_module._devices_of(places[name], at, resources[name]) for name, at in found.items()}
 
 
 def found_out(ranks: list[Location], nodes: list[str], places: dict[str, Place]) -> str:
@@ -57,17 +74,28 @@ def found_out(ranks: list[Location], nodes: list[str], places: dict[str, Place])
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     for name, address in HOSTS.items():
-        cluster.add_node(node_ip_address=address, resources={f"mux_{name}": 1}, object_store_memory=80_000_000, **ROOM[name])
+        # One goes by its resource, and shows its processes GPUs 10 to 17; the other goes by its address.
+        resources = {"mux_big": 1} if name == "big" else {}
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(10, 18) if name == "big" else range(2)))
+        cluster.add_node(node_ip_address=address, resources=resources, object_store_memory=80_000_000, **ROOM[name])
     ray.init(address=cluster.address, log_to_driver=False)
     places = {name: Place(host=address) for name, address in HOSTS.items()}
     check_cluster(places, {"big": 8, "small": 2}, ray_nodes())
     nodes = in_rank_order(["big", "small"], places, ray_nodes())
-    pool = PlacedPool(nodes, 1, 3, "global_pool")
-    ranks = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Seat)), device_name="cpu").where()
+    own = {"small": (places["small"], 1), "big": (Place(host=HOSTS["big"], gpu_ids=[4, 5]), 0)}
+    pool = PlacedPool({name: own[name] for name in nodes}, 1, 3, "global_pool")
+    # Several jobs have theirs there at once: more than Ray counts GPUs of.
+    others = [PlacedPool({"small": (places["small"], 0)}, 2, 1, f"other_{at}") for at in range(2)]
+    for other in others:
+        other.get_placement_groups()
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Seat)), device_name="cpu")
+    ranks = group.where()
     found = {
         "unbound": landed(RayResourcePool([1], max_colocate_count=3)),
-        "small": landed(PlacedPool(["small"], 1, 3, "small")),
-        "big": landed(PlacedPool(["big"], 2, 3, "big")),
+        "small": [at for other in others for at in landed(other)],
+        "big": landed(PlacedPool({"big": (places["big"], 2)}, 2, 3, "big")),
+        "devices": group.devices(),
+        "seen": seen(places, ray_nodes()),
         "order": nodes,
         "right": found_out(ranks, nodes, places),
         # As if each label were on the other host.

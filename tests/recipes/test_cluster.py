@@ -1,4 +1,4 @@
-"""The scripts of recipes/cluster in a dry run: recorders stand for Slurm, kubectl, ssh and verl-mux, and what comes out is read
+"""The scripts of recipes/cluster in a dry run: recorders stand for Slurm, ssh and verl-mux, and what comes out is read
 as a run file; then what clusters.py starts for it."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl_mux.launcher import run_file
 
@@ -23,7 +24,6 @@ SCRIPTS = sorted([*RECIPE.glob("*.sh"), RECIPE.parents[1] / "examples" / "hosts"
 ANSWERS = {
     "scontrol": "printf 'n1\\nn2\\n'",
     "getent": "echo '127.0.1.1 x'; echo '10.0.0.9 STREAM x'",
-    "kubectl": "case \"$1\" in get) printf 'n1\\nn2\\n';; esac",
     "sbatch": 'exec env SLURM_JOB_NODELIST=n[1-2] bash "$@"',  # as Slurm does on the first host
     "python": "true",
 }
@@ -61,7 +61,6 @@ def run(tmp_path, programs):
 
 CASES = {
     "slurm.sh": (["sbatch", str(RECIPE / "slurm.sh")], {"RECIPE": str(RECIPE)}, "--via srun --overlap", " --resume"),
-    "kuberay.sh": (["bash", str(RECIPE / "kuberay.sh")], {"BIND": "10.0.0.9"}, "--via kubectl exec --stdin {host} --", ""),
     "ssh.sh": (["bash", str(RECIPE / "ssh.sh"), "n1", "n2"], {"BIND": "10.0.0.9"}, "--via ssh -o BatchMode=yes", ""),
 }
 
@@ -74,9 +73,17 @@ def test_it_runs_both_jobs_on_the_hosts(case, run, tmp_path):
     assert last.startswith(f"python {RECIPE}/clusters.py {file} {via}") and last.endswith(f"-- verl-mux run {file}{options}")
     made = run_file.read(file)
     assert (made.bind, made.keys_folder()) == ("tcp://10.0.0.9:5570", tmp_path / "out" / "keys")
-    assert {name: job.ray for name, job in made.jobs.items()} == {"math": "10.0.0.9:20000", "code": "10.0.0.9:20050"}
+    assert {name: job.ray for name, job in made.jobs.items()} == dict.fromkeys(("math", "code"), "10.0.0.9:20000")
     config = made.coordinator_config()
     assert (config.node("train0").host, config.node("rollout0").host) == ("n2", "n1")
+
+
+def test_a_ray_job_asks_for_nodes_that_are_pods_of_the_ray_cluster_by_their_host_names():
+    cluster, job = (yaml.safe_load((RECIPE / name).read_text()) for name in ("raycluster.yaml", "rayjob.yaml"))
+    groups = {group["groupName"]: group["template"]["spec"] for group in cluster["spec"]["workerGroupSpecs"]}
+    assert all(pod["hostname"] == name and pod["shareProcessNamespace"] for name, pod in groups.items())
+    assert set(re.findall(r"mux\.nodes\.\w+=\[(\w+)\]", job["spec"]["entrypoint"])) == groups.keys()
+    assert job["spec"]["clusterSelector"]["ray.io/cluster"] == cluster["metadata"]["name"]
 
 
 def test_too_few_hosts_are_said(tmp_path):
@@ -108,11 +115,17 @@ def options(words: list[str]) -> dict[str, str]:
 
 def test_each_node_is_a_ray_start_on_its_host_with_its_resource_and_its_gpus():
     train, first, second = clusters.plan({"jobs": {"wide": WIDE, "local": {"nodes": {}}}}, POOLS)
-    assert [it[:2] for it in (train, first, second)] == [("wide", "b"), ("wide", "a"), ("wide", "b")]
+    assert [it[:2] for it in (train, first, second)] == [(WIDE["ray"], host) for host in "bab"]
     assert options(train[3])["resources"] == '{"mux_t0": 1}' and options(train[3])["num-gpus"] == "2"
     assert train[2] == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"} and first[2] == {"VERL_MUX_NODE": "r0"}
     assert second[2] == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"} and options(second[3])["num-gpus"] == "1"
     assert {options(it[3])["address"] for it in (train, first, second)} == {"10.0.0.9:20000"}
+
+
+def test_jobs_of_one_cluster_have_one_ray_node_for_each_of_their_nodes():
+    jobs = {"wide": WIDE, "narrow": {**NARROW, "ray": WIDE["ray"]}}
+    assert [variables["VERL_MUX_NODE"] for _, _, variables, _ in clusters.plan({"jobs": jobs}, POOLS)] == ["t0", "r0", "r1"]
+    assert clusters.addresses({"jobs": jobs}) == [WIDE["ray"]]
 
 
 def test_no_two_ray_nodes_share_a_port_and_all_of_a_job_are_in_its_block():
@@ -144,14 +157,15 @@ PORTS_OF_ALL = {"dashboard-agent-listen-port", "node-manager-port", "object-mana
 
 
 def documented() -> list[tuple[str, str]]:
-    """(file, line) of each `ray start` with options that the documents write out; one that ends with `...` leaves some out."""
+    """(file, line) of each `ray start` with ports that the documents write out; one that ends with `...` leaves some out."""
     root = RECIPE.parents[1]
     found = []
     for file in [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/*/README.md")]:
         text = file.read_text()
         lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
         spans = [span for span in re.findall(r"`([^`]+)`", text) if span.startswith("ray start")]
-        found += [(file.name, line) for line in [*lines, *spans] if "ray start --" in line and not line.endswith("...")]
+        whole = [line for line in [*lines, *spans] if "ray start --" in line and not line.endswith("...")]
+        found += [(file.name, line) for line in whole if "port=" in line]  # else Ray's own, of the only cluster on the host
     return found
 
 
@@ -166,7 +180,7 @@ def test_the_ray_clusters_that_the_documents_write_out_share_no_port_no_folder_a
         assert {name: given[name] for name in NEEDED} == NEEDED, f"{file}: {line}"
         used += [(host, int(port)) for name, port in given.items() if name.endswith("port") and port != "0"]
         folders += [given["temp-dir"]] if head else []
-    assert len(used) == len(set(used)) > 0 and len(folders) == len(set(folders)) == 2
+    assert len(used) == len(set(used)) > 0 and len(folders) == len(set(folders)) == 1
 
 
 def test_the_recipes_lines_are_those_that_the_script_starts(capsys, monkeypatch):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import ray
 
+from verl_mux.config.queue_namespace import CONTROLLER, namespace
 from verl_mux.profiling.eventlog.log import NULL_LOG
 from verl_mux.trainer.job_hosts import ActorWatch, DeadActor, actors_of_rollout, end_process
 from verl_mux.warm.engine_processes import worker_command
@@ -57,7 +58,7 @@ class Job:
 
     def __init__(self) -> None:
         servers, self.loops, self.rewards = ([Server.remote(), Server.remote()] for _ in range(3))
-        named = (("TransferQueueController", "transfer_queue"), ("TransferQueueStorageUnit#0", None))
+        named = ((CONTROLLER, namespace()), ("TransferQueueStorageUnit#0", None))
         self._queue = [Balancer.options(name=name, namespace=space).remote() for name, space in named]
         replicas = [SimpleNamespace(replica_rank=rank, servers=[server]) for rank, server in enumerate(servers)]
         self.engines = SimpleNamespace(global_load_balancer=Balancer.remote(), get_replicas=lambda: replicas)
@@ -101,7 +102,7 @@ def main() -> None:
         del alive[name]
     trainer = Trainer.remote()
     stuck = trainer.run.remote(alive)
-    kill(alive["TransferQueueController"])
+    kill(alive[CONTROLLER])
     try:
         ray.get(stuck, timeout=200)
     except ray.exceptions.RayError as error:

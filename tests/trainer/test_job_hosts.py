@@ -22,6 +22,7 @@ from verl.trainer.ppo.utils import Role
 from tests.trainer.dying_actors import KILLED, MARK
 from tests.trainer.fencing import Fencing
 from verl_mux.coordinator.bus.client import LocalMux
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.errors import Failure, UserError
 from verl_mux.places.place import Place
 from verl_mux.places.ray_nodes import PlacedPool, RayNode
@@ -59,11 +60,11 @@ def get(asked):
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch):
-    queue = {("TransferQueueController", "transfer_queue"): Actor(), ("TransferQueueStorageUnit#0", "here"): Actor()}
-    others = {("a tool's", "here"): Actor(ActorDiedError())}
-    named = [{"name": name, "namespace": space} for name, space in queue | others]
-    util = SimpleNamespace(list_named_actors=lambda all_namespaces: named if all_namespaces else [])
-    stand_in = SimpleNamespace(wait=wait, get=get, util=util, get_actor=lambda name, namespace: queue[name, namespace])
+    monkeypatch.setenv(UID_VARIABLE, "mine")
+    queue = {("TransferQueueController", "transfer_queue_mine"): Actor(), ("TransferQueueStorageUnit#0", None): Actor()}
+    here = ["TransferQueueStorageUnit#0", "a tool's"]
+    util = SimpleNamespace(list_named_actors=lambda: here)
+    stand_in = SimpleNamespace(wait=wait, get=get, util=util, get_actor=lambda name, space=None: queue[name, space])
     monkeypatch.setattr(job_hosts, "ray", stand_in)
     return queue
 
@@ -171,13 +172,13 @@ def test_each_other_host_of_the_jobs_nodes_is_looked_after_once():
         RayNode("10.0.0.1", 8, {"mux_t0": 1}, 7001), RayNode("10.0.0.2", 8, {"mux_t1": 1, "mux_r1": 1}, 7002),
         RayNode("10.0.0.3", 8, {"mux_r0": 1}, 7003), RayNode("10.0.0.4", 8, {"mux_somebody_elses": 1}, 7004),
     ]  # fmt: skip
-    found = job_hosts.hosts_of(["r0", "r1", "t0", "t1"], cluster, here="10.0.0.3")
+    found = job_hosts.hosts_of({node: Place(host="h") for node in ("r0", "r1", "t0", "t1")}, cluster, here="10.0.0.3")
     assert found == {"the host of t0 (10.0.0.1)": ALPHA, "the host of r1 and t1 (10.0.0.2)": BETA}
 
 
 def test_without_bound_nodes_no_host_is_watched():
     before = threading.active_count()
-    HostWatch(job_hosts.hosts_of(["r0"], [RayNode("10.0.0.1", 8)], here="10.0.0.3"), 1.0, end=print).close()
+    HostWatch(job_hosts.hosts_of({"r0": Place()}, [RayNode("10.0.0.1", 8)], here="10.0.0.3"), 1.0, end=print).close()
     assert threading.active_count() == before
 
 
@@ -301,14 +302,16 @@ def test_pools_are_placed_on_the_training_nodes():
     mapping = {Role.Actor: "global_pool", Role.TeacherModel: "teacher_pool"}
     manager = job_hosts.ResourcePoolManager({"global_pool": [4, 4], "teacher_pool": [2]}, mapping)
     left = []
-    placed = PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=("t0", "t1"), before_own=lambda: left.append(1))
+    nodes = {"t0": (PLACES["t0"], 0), "t1": (PLACES["t1"], 0)}
+    placed = PlacedPools(manager.resource_pool_spec, manager.mapping, nodes=nodes, before_own=lambda: left.append(1))
     placed._check_resource_available = lambda: None
     placed.create_resource_pool()
     pool = placed.get_resource_pool(Role.Actor)
     assert isinstance(pool, PlacedPool) and pool.store == [4, 4] and pool.max_colocate_count == manager.max_colocate_count
-    assert pool._nodes == ["t0", "t1"] and not left
+    assert pool._nodes == nodes and not pool.use_gpu and not left
     own = placed.get_resource_pool(Role.TeacherModel)
-    assert (own._nodes, own.store, left) == (["own"], [2], [1]), "no lease covers it, and none is held while it starts"
+    assert (own.accelerator_type, own.use_gpu, own.store) == ("mux_own", True, [2])
+    assert left == [1], "no lease covers it, and none is held while it starts"
 
 
 def test_gpus_of_its_own_are_counted_before_it_starts(ray_has):

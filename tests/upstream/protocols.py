@@ -369,7 +369,8 @@ def the_actors_of_transfer_queue_are_found_by_their_names():
     from transfer_queue import interface
     from transfer_queue.storage.bootstrap import simple_storage_bootstrap
 
-    steps_of(interface.init, 'name="TransferQueueController"')
+    steps_of(interface.init, 'name="TransferQueueController"', 'namespace="transfer_queue"')
+    steps_of(interface._maybe_create_tq_client, "_init_from_existing()")
     steps_of(simple_storage_bootstrap.initialize_simple_storage, '"name": f"TransferQueueStorageUnit#{storage_unit_rank}"')
 
 
@@ -391,6 +392,17 @@ def ray_is_asked_for_as_many_cpus_as_a_start_says():
     steps_of(RayResourcePool.get_placement_groups, 'bundle = {"CPU": self.max_colocate_count}')
     steps_of(RolloutReplica.init_standalone, f"max_colocate_count={preflight._ROLLOUT_CPUS}")
     assert [actor._default_options["num_cpus"] for actor in (TransferQueueController, SimpleStorageUnit)] == [1, 1]
+
+
+def a_worker_gets_its_variables_and_its_bundle_from_the_class_that_verl_starts():
+    from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup, split_resource_pool
+
+    steps_of(
+        RayWorkerGroup._create_worker, 'runtime_env = {"env_vars": env_vars}', 'update_options({"runtime_env": runtime_env',
+        "placement_group=pg", "placement_group_bundle_idx=local_rank", "use_gpu=self.use_gpu",
+    )  # fmt: skip
+    steps_of(RayClassWithInitArgs.__call__, "options.update(self._options)", "if use_gpu:")
+    steps_of(split_resource_pool, "use_gpu=resource_pool.use_gpu", "placement_groups=placement_groups")
 
 
 def a_reward_that_fails_fails_its_prompt_and_others_are_drawn_for_it():

@@ -72,9 +72,10 @@ SIGNATURES = {
     "verl.workers.rollout.replica.RolloutReplica.init_colocated": ["self", "resource_pool"],
     "verl.workers.rollout.replica.RolloutReplica.get_ray_class_with_init_args": ["self"],
     "verl.single_controller.ray.base.RayResourcePool.__init__": [
-        "process_on_nodes", "name_prefix", "max_colocate_count", "accelerator_type",
+        "process_on_nodes", "use_gpu", "name_prefix", "max_colocate_count", "accelerator_type",
     ],
     "verl.single_controller.ray.base.RayResourcePool.get_placement_groups": ["self", "strategy", "name", "device_name"],
+    "verl.single_controller.ray.base.RayClassWithInitArgs.__call__": ["self", "placement_group", "placement_group_bundle_idx"],
     "verl.single_controller.ray.base.ResourcePoolManager": ["resource_pool_spec", "mapping"],
     "verl.utils.fs.copy_to_local": ["src", "use_shm"],
     "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter.__init__": [

@@ -41,7 +41,7 @@ class Server:
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, "driver_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, cwd=folder,
+            env=environment, cwd=folder, start_new_session=True,
         )  # fmt: skip
         self.name, pid = self.process.stdout.readline().split()
         self.driver = psutil.Process(int(pid))
@@ -137,6 +137,13 @@ def test_a_worker_is_no_descendant_of_another_and_draws_its_own_random_numbers(s
     assert int(first[2]) == int(second[2]) == server.process.pid
 
 
+def test_what_ends_all_of_a_workers_group_leaves_its_server_and_the_others(server, tmp_path):
+    """A raylet does that when a worker has ended."""
+    client = server.client("import os, signal; os.killpg(0, signal.SIGKILL)", folder=tmp_path)
+    assert client.wait(30) == -signal.SIGKILL
+    assert server.client("print('served')", folder=tmp_path).communicate(timeout=30)[0] == "served\n"
+
+
 def test_a_killed_server_takes_its_driver_and_its_clients_along(mortal, tmp_path):
     worker = mortal.client("import time; print('runs', flush=True); time.sleep(60)", folder=tmp_path)
     worker.stdout.readline()
@@ -152,6 +159,14 @@ def test_without_a_server_a_client_becomes_the_interpreter_and_says_so(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("ran ['x']\n", 4)
     assert done.stderr.count("\n") == 1 and "no fork server" in done.stderr
+
+
+def test_a_client_in_another_container_becomes_the_interpreter(server, tmp_path):
+    server.name, name = server.name.replace(str(fork_client.space()), "1"), server.name
+    client = server.client("import os; print(os.getpid())", folder=tmp_path)
+    server.name = name
+    said, why = client.communicate(timeout=30)
+    assert int(said) == client.pid and "it is in another container" in why
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

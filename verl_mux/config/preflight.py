@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,17 +32,14 @@ from verl_mux.config.job_checks import (
     refused_versions,
 )
 from verl_mux.config.schema import MuxConfig, raise_first
-from verl_mux.coordinator.bus import members
 from verl_mux.coordinator.bus.client import LocalMux, connect
-from verl_mux.coordinator.bus.members import UID_VARIABLE, Member, this_process
+from verl_mux.coordinator.bus.members import UID_VARIABLE
 from verl_mux.coordinator.bus.messages import AUTO
 from verl_mux.errors import UserError
 from verl_mux.memory.certificate.certify import host_states
 from verl_mux.memory.certificate.job import read_job
 from verl_mux.memory.model_files import local_model_config, read_model_config
 from verl_mux.placement.estimator import JobNeeds, Observed, job_needs
-from verl_mux.places.place import is_host, resource_of
-from verl_mux.places.ray_nodes import this_host
 from verl_mux.platform.choose import CPU_PACKAGE_MISSING, cpu_package_missing, cpu_platform_wanted, joined_cluster
 from verl_mux.rollout.engine.record import engines, installed
 from verl_mux.warm.engine_processes import VARIABLE, worker_command
@@ -56,6 +52,7 @@ _TIMEOUT_S = 30.0
 _GRACE_S = 20.0
 # In `trainer.default_local_dir`: the name of the job whose checkpoints these are.
 _MARK = ".mux_job"
+_WORKERS = "ray_kwargs.ray_init.runtime_env"
 _STORES = "transfer_queue.backend.SimpleStorage.required_node_resource"
 
 
@@ -72,17 +69,19 @@ def check_job(config: DictConfig) -> None:
         # All processes of this run carry one mark, so that the coordinator can tell when the last is gone.
         os.environ.setdefault(UID_VARIABLE, uuid4().hex)
         raise_first([*refused_versions(config), *refused_surroundings(config, model_config(config))])
-        if _ray_cluster(config) is None:
+        if (cluster := _ray_cluster(config)) is None:
             raise_first(missing_files(config))  # in a cluster that runs already another machine may read them
-            check_cpus(config, number(config, "ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1), "the job's own Ray")
-        if mux.launch.warm and VARIABLE not in os.environ and joined_cluster(sys.argv) is None:
+            here = number(config, "ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1)
+            check_cpus(cpus(config), here, "the job's own Ray has")
+        if mux.launch.warm and VARIABLE not in os.environ:
             become_fork_server()
         ask_coordinator(config, mux)
         if mux.move_note is not None:
             Path(mux.move_note).unlink(missing_ok=True)  # from now on it has not left
-        claim_cluster(config, str(mux.job))
-        if (forked := worker_command()) and _ray_cluster(config) is None:
-            OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.py_executable", forked, force_add=True)
+        if cluster is not None:
+            join_cluster(config, cluster)
+        if forked := worker_command():
+            OmegaConf.update(config, f"{_WORKERS}.py_executable", forked, force_add=True)
         # TransferQueue ties each storage unit, which needs a CPU, to a node of the cluster; a head often offers none.
         OmegaConf.update(config, _STORES, OmegaConf.select(config, _STORES) or "CPU", force_add=True)
         claim_folder(Path(config.trainer.default_local_dir), str(mux.job))
@@ -117,16 +116,8 @@ def claim_folder(folder: Path, job: str) -> None:
 def ask_coordinator(config: DictConfig, mux: MuxConfig) -> None:
     """Would the coordinator take this job? Registers and leaves again.
 
-    A Ray of the job's own on this machine will offer what the job's nodes here need (see places/ray_nodes.py). Raises UserError:
-    it does not answer, or refuses: unknown node, too many GPUs, a second job of this name."""
-    client = connect_job(config, mux, wait=False)
-    client.close()
-    if not mux.coordinator or _ray_cluster(config) is not None:
-        return
-    hosts, here = {node: client.place(node).host for names in client.nodes.values() for node in names}, this_host()
-    if offered := {resource_of(node): 1 for node, host in hosts.items() if host is not None and is_host(host, here)}:
-        key = "ray_kwargs.ray_init.resources"
-        OmegaConf.update(config, key, {**offered, **(OmegaConf.select(config, key) or {})}, force_add=True)
+    Raises UserError: it does not answer, or refuses: unknown node, too many GPUs, a second job of this name."""
+    connect_job(config, mux, wait=False).close()
 
 
 def complete_stock_mode(config: DictConfig) -> None:
@@ -222,13 +213,9 @@ def _sections(config: DictConfig, *names: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- its Ray cluster
 
-# Where a job leaves its name in its cluster's own store.
-_KEY, _SPACE = b"verl_mux_job", b"verl_mux"
-# After this time without a TransferQueue a claim from a host that cannot be seen from here counts as given up.
-_CLAIM_S = 120.0
+_FREED_S = 10.0  # that Ray may take to end the actors of a job that is over
 _TRAIN_CPUS, _ROLLOUT_CPUS, _UNITS = 3, 2, 8  # that verl asks Ray for: with each GPU of a side's pool, and storage units
 _POOLS = "trainer", "actor_rollout_ref.rollout"
-_CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 
 
 def _ray_cluster(config: DictConfig) -> str | None:
@@ -236,74 +223,46 @@ def _ray_cluster(config: DictConfig) -> str | None:
     return joined_cluster([f"ray_init.address={OmegaConf.select(config, 'ray_kwargs.ray_init.address') or 'null'}"])
 
 
-class Claim(msgspec.Struct):
-    """Which job's driver said when (epoch seconds) that the cluster is its own."""
-
-    job: str
-    driver: Member
-    at: float
-
-    @property
-    def holds(self) -> bool:
-        return members.is_alive(self.driver) if members.is_here(self.driver) else time.time() - self.at < _CLAIM_S
-
-
-def claim_cluster(config: DictConfig, job: str) -> None:
-    """Leave the job's name in the Ray cluster that it would join, which must have CPUs enough; nothing where it starts its own.
-
-    Two jobs in one Ray cluster end each other: the second attaches to the first one's TransferQueue controller, and closes it
-    when it fails. Raises UserError: another job runs there, or has just begun to."""
+def join_cluster(config: DictConfig, address: str) -> None:
+    """Prepare the job for a Ray cluster that runs already: its workers there get the job's mark. Raises UserError: the cluster
+    has too few CPUs, or other jobs have them."""
     import ray
 
-    address = _ray_cluster(config)
-    if address is None or ray.is_initialized():
+    OmegaConf.update(config, f"{_WORKERS}.env_vars.{UID_VARIABLE}", os.environ[UID_VARIABLE], force_add=True)
+    if ray.is_initialized():
         return
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except ConnectionError:  # a cluster that is gone; verl's own connecting reports it
         return
     try:
-        is_used = _CONTROLLER in ray.util.list_named_actors(all_namespaces=True)
-        if (owner := _claimed(Claim(job, this_process(), time.time()), is_used)) is not None:
-            raise UserError(
-                f"the Ray cluster at {address} is {owner}'s, and two jobs in one cluster end each other: start one for job {job}"
-                " (its ports: docs/cluster.md), and name it by ray_kwargs.ray_init.address, or `local` for one on this machine"
-            )
-        check_cpus(config, ray.cluster_resources().get("CPU", 0), f"the Ray cluster at {address}")
+        wanted = cpus(config)
+        check_cpus(wanted, ray.cluster_resources().get("CPU", 0), f"the Ray cluster at {address} has")
+        deadline = time.monotonic() + _FREED_S
+        while (free := ray.available_resources().get("CPU", 0)) < sum(wanted.values()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        check_cpus(wanted, free, f"other jobs leave, of the Ray cluster at {address},")
     finally:
         ray.shutdown()
 
 
-def _claimed(mine: Claim, is_used: bool) -> str | None:
-    """Puts a claim behind all others, which only one of several drivers can do first; or gives the job whose cluster it is."""
-    from ray.experimental import internal_kv
-
-    owner, place = None, 0
-    while True:
-        key = b"%s/%d" % (_KEY, place)
-        found = internal_kv._internal_kv_get(key, namespace=_SPACE)
-        if found is None:
-            if is_used or (owner is not None and owner.driver != mine.driver and owner.holds):
-                return owner.job if owner is not None else "another job"
-            if not internal_kv._internal_kv_put(key, msgspec.json.encode(mine), overwrite=False, namespace=_SPACE):
-                return None
-            found = internal_kv._internal_kv_get(key, namespace=_SPACE)  # another driver was first
-        owner, place = msgspec.json.decode(found, type=Claim), place + 1
-
-
-def check_cpus(config: DictConfig, there: float, where: str) -> None:
-    """A job that wants more CPUs than Ray has waits for ever, without a word. Raises UserError."""
+def cpus(config: DictConfig) -> dict[str, float]:
+    """That the job asks Ray for at once, by what wants them; none of a TransferQueue whose needs are not known."""
     if OmegaConf.select(config, "transfer_queue.backend.storage_backend") != "SimpleStorage":
-        return
+        return {}
     train, rollout = (number(config, f"{part}.nnodes") * number(config, f"{part}.n_gpus_per_node") for part in _POOLS)
     colocated = OmegaConf.select(config, "trainer.v1.trainer_mode") == "mux_colocate"
-    parts = {
+    return {
         f"TransferQueue's storage units ({STORAGE_UNITS})": number(config, STORAGE_UNITS, _UNITS),
         "its controller": 1,
         "training workers": train * _TRAIN_CPUS,
         "rollout workers": 0 if colocated else rollout * _ROLLOUT_CPUS,
         "agent loop workers, as they start": 1,
     }
-    if there < (needed := sum(parts.values())):
-        why = ", ".join(f"{count} for {part}" for part, count in parts.items() if count)
-        raise UserError(f"{where} has {there:g} CPUs and this job needs {needed}, or waits for ever: {why}")
+
+
+def check_cpus(wanted: dict[str, float], there: float, where: str) -> None:
+    """A job that wants more CPUs than Ray has waits for ever, without a word. Raises UserError."""
+    if there < (needed := sum(wanted.values())):
+        why = ", ".join(f"{count} for {part}" for part, count in wanted.items() if count)
+        raise UserError(f"{where} {there:g} CPUs and this job needs {needed}, or waits for ever: {why}")

@@ -230,7 +230,7 @@ class LaunchConfig(Keys, frozen=True):
         bool | None,
         _doc(
             "Import torch and SGLang once, and start the job's processes on its driver's host as forks of the process that has."
-            " null: yes where there is no GPU and `verl-mux run` starts the job. A Ray cluster that runs already stays as it is."
+            " null: yes where there is no GPU and `verl-mux run` starts the job with a Ray of its own."
         ),
     ] = None
 

@@ -39,6 +39,10 @@ def run(
         str | None, typer.Option("--at", help="Start the jobs for the coordinator at this address; the run starts none.")
     ] = None,
     keys: Keys = None,
+    submit: Annotated[
+        str | None,
+        typer.Option("--submit", help="Submit the jobs to the job server of a Ray cluster at this URL, http://HOST:8265."),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoints of the run there, as `resume: true`.")
     ] = False,
@@ -51,7 +55,7 @@ def run(
 
     Where the jobs of this file still run because only the watching ended, they are taken up again.
     """
-    given = run_file.read(file, directory, resume, _elsewhere(file, at, keys))
+    given = run_file.read(file, directory, resume, {**_elsewhere(file, at, keys), "submit": submit})
     if only_check:
         return _check(file, given)
     result = run_jobs(given)

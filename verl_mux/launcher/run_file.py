@@ -55,14 +55,15 @@ class FillerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RunFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then
-    holds the pools that it answered with."""
+    """Times in seconds. `at`: the address of a coordinator that runs already; `coordinator` then holds the pools that it answered
+    with. `submit`: URL of the job server of the Ray cluster that all jobs are submitted to."""
 
-    INTERNAL: ClassVar = ("at", "here")  # no keys of the file
+    INTERNAL: ClassVar = ("at", "here", "submit")  # no keys of the file
 
     dir: str
     coordinator: dict[str, Any]
     at: str | None = None
+    submit: str | None = None
     jobs: dict[str, JobSpec]
     fillers: dict[str, FillerSpec] = {}
     config_name: str = "mux_ppo_trainer"
@@ -151,16 +152,12 @@ def _unfitting(run: RunFile) -> Iterator[Mistake]:
         if name in run.jobs:
             wrong.append(f"{name!r} names both a job and a filler; each needs a name of its own")
         yield from ((("fillers", name), text) for text in wrong)
-    clusters: dict[str, str] = {}
     for name, job in run.jobs.items():
         wrong = [*_wrong_name(name, "job"), *_wrong_job(f"job {name!r}", job, config)]
         if missing := [other for other in job.after if other not in run.jobs]:
             wrong.append(f"job {name!r}: after has {missing[0]!r}; there are {', '.join(run.jobs)}")
         if shutil.which(python := interpreter(job, run)) is None:
             wrong.append(f"job {name!r}: python is {job.python}, and there is no program {python}")
-        if job.ray is not None and (other := clusters.setdefault(job.ray, name)) != name:
-            one_each = "each job needs a Ray cluster of its own"
-            wrong.append(f"job {name!r}: ray is {job.ray}, the cluster of job {other!r}; {one_each}")
         yield from ((("jobs", name), text) for text in wrong)
     try:
         graphlib.TopologicalSorter({name: job.after for name, job in run.jobs.items()}).prepare()

@@ -187,8 +187,13 @@ class JobProcess(MarkedProcess):
         self.spec = spec
         directory = run.directory / name
         command = [*_keeping_exit_code(directory, interpreter(spec, run)), *_words(name, spec, run, address), *_ray(spec, run)]
-        if spec.ray is None and _forks(command, {**os.environ, **run.environment, **spec.environment}):
-            command = [*command[:2], "verl_mux.warm.fork_server", *command[2:]]
+        self._joins = spec.ray is not None or run.submit is not None
+        forks = _forks(command, {**os.environ, **run.environment, **spec.environment}, self._joins)
+        before = ["verl_mux.warm.fork_server"] if forks else []
+        if run.submit is not None:
+            command = [*command[:4], "verl_mux.warm.submitted", run.submit, *before, *command[4:]]
+        else:
+            command = [*command[:2], *before, *command[2:]]
         super().__init__(name, directory, "job.log", command, {**run.environment, **spec.environment})
         self._before_exec = end_with_parent if address is None else None
         self._move_note = directory / MOVE_NOTE
@@ -196,10 +201,10 @@ class JobProcess(MarkedProcess):
     def environment(self) -> dict[str, str]:
         """The workers of a Ray cluster that runs already get these variables by Ray's own way for submitted jobs."""
         own = super().environment()
-        if self.spec.ray is None:
+        if not self._joins:
             return own
-        for_workers = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": own}})}
-        return {**own, **for_workers, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}  # where verl sets one of them too
+        own["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # where verl sets one of them too
+        return {**own, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": own}})}
 
     def start_again(self) -> None:
         """Start it from its newest checkpoint, or its beginning where it has none. Raises OSError."""
@@ -241,11 +246,12 @@ def composed(command: list[str], whose: str, environment: Mapping[str, str] = os
     return OmegaConf.to_container(OmegaConf.create(done.stdout))
 
 
-def _forks(command: list[str], environment: Mapping[str, str]) -> bool:
-    """Whether the job's processes are forks: mux.launch.warm is true, or it is null and there is no GPU."""
+def _forks(command: list[str], environment: Mapping[str, str], joins: bool) -> bool:
+    """Whether the job's processes are forks: mux.launch.warm is true, or it is null, there is no GPU and the job has a Ray of its
+    own."""
     given = [word.removeprefix(_WARM) for word in command if word.startswith(_WARM)]
     asked = given[-1].lower() if given else "null"
-    return asked == "true" or (asked == "null" and cpu_platform_wanted(command, environment))
+    return asked == "true" or (asked == "null" and not joins and cpu_platform_wanted(command, environment))
 
 
 def _keeping_exit_code(directory: Path, python: str = sys.executable) -> list[str]:
@@ -276,10 +282,11 @@ def _words(name: str, spec: JobSpec, run: RunFile, address: str | None) -> list[
 
 
 def _ray(spec: JobSpec, run: RunFile) -> list[str]:
-    """A Ray of its own, or the cluster that the run file names, whose sizes its `ray start` has said."""
-    if spec.ray is not None:
+    """A Ray of its own, or the cluster that the run file names or the run submits to, whose sizes its `ray start` has said."""
+    if spec.ray is not None or run.submit is not None:
         sizes = [f"++ray_kwargs.ray_init.{key}=null" for key in ("num_cpus", "num_gpus", "object_store_memory")]
-        return [f"++ray_kwargs.ray_init.address={_quoted(spec.ray)}", *sizes]
+        # A submitted job finds its cluster by itself.
+        return [f"++ray_kwargs.ray_init.address={_quoted(spec.ray) if spec.ray and not run.submit else 'null'}", *sizes]
     named = any("ray_init.address=" in word for word in (*run.overrides, *spec.overrides))
     return [] if named else ["++ray_kwargs.ray_init.address=local"]
 

@@ -17,8 +17,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,11 @@ from verl.trainer.ppo.utils import Role
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, get_checkpoint_tracker_filename
 
 from verl_mux.config.job_checks import own_pools
+from verl_mux.config.queue_namespace import CONTROLLER, namespace
 from verl_mux.coordinator.bus.client import LocalMux
 from verl_mux.errors import Failure
 from verl_mux.places.place import Location, Place, check, resource_of
-from verl_mux.places.ray_nodes import OWN, PlacedPool, check_cluster, check_own, in_rank_order, ray_nodes
+from verl_mux.places.ray_nodes import OWN, PlacedPool, check_cluster, check_own, in_rank_order, ray_node_of, ray_nodes
 from verl_mux.trainer.phases import Phases
 from verl_mux.worker_settings import WorkerSettings, node_of
 
@@ -90,17 +91,20 @@ def checkpoint_to_resume(config: DictConfig) -> str | None:
 class PlacedPools(ResourcePoolManager):
     """verl's pools of a trainer: the actor's on the training nodes (none: wherever Ray puts it), others on GPUs of their own.
 
-    before_own: called when verl is about to start what runs on those, minutes that need no training node.
+    nodes: in the order of ranks, see PlacedPool. before_own: called when verl is about to start what runs on GPUs of its own,
+    minutes that need no training node.
     """
 
-    nodes: Sequence[str] = ()
+    nodes: Mapping[str, tuple[Place, int]] = field(default_factory=dict)
     before_own: Callable[[], None] = lambda: None
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()
-        for name, gpus in self.resource_pool_spec.items() if self.nodes else ():
-            nodes = self.nodes if name == self.mapping[Role.Actor] else [OWN] * len(gpus)
-            self.resource_pool_dict[name] = PlacedPool(nodes, gpus[0], self.max_colocate_count, name)
+        for name, pool in self.resource_pool_dict.items() if self.nodes else ():
+            if name == self.mapping[Role.Actor]:
+                self.resource_pool_dict[name] = PlacedPool(self.nodes, pool.store[0], self.max_colocate_count, name)
+            else:  # what verl offers for a kind of accelerator is a custom resource like any other
+                pool.accelerator_type = resource_of(OWN)
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
         if role in (Role.RewardModel, Role.TeacherModel):
@@ -135,14 +139,15 @@ def actors_of_rollout(
 ) -> dict[str, Any]:
     """Ray's handles, by the names that users know. engines: MuxLLMServerManager. workers: the agent loop workers. own: replicas
     of other models that a sample needs."""
-    named = ray.util.list_named_actors(all_namespaces=True)  # of this job alone: a Ray cluster has one job
+    stores = [name for name in ray.util.list_named_actors() if name.startswith("TransferQueue")]
     return {
         "the load balancer": engines.global_load_balancer,
         **{f"server {at} of replica {it.replica_rank}": s for it in engines.get_replicas() for at, s in enumerate(it.servers)},
         **{f"server {at} of {who}": server for who, it in (own or {}).items() for at, server in enumerate(it.servers)},
         **{f"agent loop worker {at}": worker for at, worker in enumerate(workers)},
         **{f"reward worker {at}": worker for at, worker in enumerate(reward_workers)},
-        **{it["name"]: ray.get_actor(**it) for it in named if it["name"].startswith("TransferQueue")},
+        **{name: ray.get_actor(name) for name in stores},
+        CONTROLLER: ray.get_actor(CONTROLLER, namespace()),
     }
 
 
@@ -216,14 +221,13 @@ def end_process(phases: Phases, reason: Failure) -> None:
 # ---------------------------------------------------------------- hosts
 
 
-def hosts_of(nodes: Iterable[str], cluster: Iterable[RayNode], here: str) -> dict[str, Address]:
+def hosts_of(places: Mapping[str, Place], cluster: Sequence[RayNode], here: str) -> dict[str, Address]:
     """Where Ray listens on the hosts of these mux nodes but `here`, this host's own address; by the names that users know."""
-    nodes, hosts = list(dict.fromkeys(nodes)), {}
-    for it in cluster:
-        on_it = [node for node in nodes if it.resources.get(resource_of(node))]
-        if on_it and it.address != here:
-            hosts[f"the host of {' and '.join(on_it)} ({it.address})"] = (it.address, it.port)
-    return hosts
+    on: dict[Address, list[str]] = {}
+    for node, place in places.items():
+        if place.host is not None and (at := ray_node_of(node, place, cluster)).address != here:
+            on.setdefault((at.address, at.port), []).append(node)
+    return {f"the host of {' and '.join(nodes)} ({at[0]})": at for at, nodes in on.items()}
 
 
 class HostWatch:

@@ -121,8 +121,8 @@ class PPOTrainerMux(PPOTrainer):
         self.phases = Phases(client, open_worker_log(self.settings, "trainer", 0))
         self.leaving = Leaving(client, mux.move_note)
         # A host that is cut off for longer than a lease lasts ends the job, as losing the driver's host would.
-        limit_s, used = client.lease_timeout, {*mux.nodes.rollout, *mux.nodes.train}
-        hosts = {} if limit_s is None else job_hosts.hosts_of(used, ray_nodes(), ray.util.get_node_ip_address())
+        limit_s = client.lease_timeout
+        hosts = {} if limit_s is None else job_hosts.hosts_of(places, ray_nodes(), ray.util.get_node_ip_address())
         self.hosts = job_hosts.HostWatch(hosts, limit_s or 0.0, functools.partial(job_hosts.end_process, self.phases))
         self.phases.log.log(events.JOB_KEYS, extra={"keys": completion.logged_keys(config)}, step=0)
         self.phases.guard(self.suspend)
@@ -147,7 +147,8 @@ class PPOTrainerMux(PPOTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        nodes = self.settings.train_nodes if self.settings.is_bound("train") else ()
+        settings = self.settings
+        nodes = {node: (settings.places[node], 0) for node in settings.train_nodes} if settings.is_bound("train") else {}
         theirs, leave = self.resource_pool_manager, self._leave_train_nodes
         self.resource_pool_manager = PlacedPools(theirs.resource_pool_spec, theirs.mapping, nodes=nodes, before_own=leave)
         for role in (Role.Actor, Role.RefPolicy):

@@ -1,1 +1,2 @@
-"""Import once, fork many: how the processes of a job on one host share what they import. See fork_server.py."""
+"""How the processes of a job start: as forks of one that has imported what they need, on one host (see fork_server.py); a driver
+that Ray's job server starts (submitted.py)."""

@@ -37,6 +37,7 @@ from verl_mux.coordinator.bus.members import end_with_parent
 from verl_mux.errors import UserError
 from verl_mux.platform.choose import cpu_part, cpu_platform_wanted
 from verl_mux.warm import engine_processes
+from verl_mux.warm.fork_client import space
 
 # For training; what an engine's processes need is in its record (verl_mux/rollout/engine/record.py).
 PRELOADED = [
@@ -83,7 +84,7 @@ def main() -> None:
         print(f"verl_mux: every process of this job imports for itself, because {obstacle}", file=sys.stderr, flush=True)
         environment[engine_processes.VARIABLE] = ""  # the driver does not come back here
         os.execve(sys.executable, [sys.executable, "-m", *words], environment)
-    name = f"verl_mux/{os.getpid()}/{random.SystemRandom().getrandbits(64):x}"
+    name = f"verl_mux/{space()}/{os.getpid()}/{random.SystemRandom().getrandbits(64):x}"
     environment[engine_processes.VARIABLE] = name
     asked = Asked(["-m", *words], environment, os.getcwd(), sorted(os.sched_getaffinity(0)), os.nice(0))
     become(ForkServer(name).serve(Program(asked, [0, 1, 2], driver=True)))
@@ -247,6 +248,7 @@ def become(program: Program) -> None:
     os.nice(asked.niceness - os.nice(0))
     os.chdir(asked.folder)
     if not program.driver:
+        os.setpgid(0, 0)  # a raylet kills the whole group of a worker that has ended, and this server is in its own
         engine_processes.make_ready()
     words = list(asked.words)
     while words[0] != "-m" and words[0].startswith("-"):

@@ -16,7 +16,7 @@ from verl_mux.errors import Failure, UserError
 from verl_mux.memory.tags import Moved
 from verl_mux.places.place import Location, Place
 from verl_mux.rollout.engine import replica as replica_module
-from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas
+from verl_mux.rollout.engine.replica import InitGate, MuxLLMServerManager, MuxReplica, nodes_of_replicas, placed_pools
 from verl_mux.sync.engine import Batch
 from verl_mux.worker_settings import WorkerSettings
 
@@ -208,3 +208,14 @@ def test_an_engine_that_sleeps_gets_the_weights_later_from_its_host_under_a_leas
     assert received.region > 1 << 60 and rest == [4, {"r": 4}], "an engine takes an adapter whole"
     with pytest.raises(Fenced):
         asyncio.run(worker.load_synced(3, token=4))
+
+
+def test_replicas_on_a_node_have_gpus_of_their_own_behind_those_that_the_job_trains_on():
+    places = {node: Place(host=node) for node in ("n0", "n1")}
+    settings = WorkerSettings(train_nodes=("n1",), places=places)
+    pools = placed_pools(settings, [("n0",), ("n0",), ("n1",), ("n1",)], each=2, gpus=4, train_gpus=3)
+    assert [pool._nodes for pool in pools] == [
+        {"n0": (places["n0"], 0)}, {"n0": (places["n0"], 2)}, {"n1": (places["n1"], 3)}, {"n1": (places["n1"], 5)},
+    ]  # fmt: skip
+    (wide,) = placed_pools(settings, [("n0", "n1")], each=4, gpus=4, train_gpus=3)
+    assert [first for _, first in wide._nodes.values()] == [0, 3] and wide.store == [4, 4]

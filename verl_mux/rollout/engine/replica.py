@@ -175,6 +175,9 @@ class MuxReplica(RolloutReplica):
         self._settings = WorkerSettings.from_rollout_config(self.config)
         self.server_class = ray.remote(pkgutil.resolve_name(self.engine.server))
 
+    def rollout_worker_use_gpu(self) -> bool:
+        return self._pool is None or self._pool.use_gpu  # Ray's count of GPUs, in which a pool of ours has none
+
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         return RayClassWithInitArgs(
             cls=ray.remote(MuxCheckpointEngineWorker),
@@ -289,6 +292,19 @@ def nodes_of_replicas(nodes: Sequence[str], replicas: int, servers: int) -> list
     return [tuple(node_of(nodes, rank * servers + at, places) for at in range(servers)) for rank in range(replicas)]
 
 
+def placed_pools(
+    settings: WorkerSettings, runs_on: Sequence[tuple[str, ...]], each: int, gpus: int, train_gpus: int
+) -> list[RayResourcePool]:
+    """Of each replica its pool, `each` of the `gpus` that the rollout has on a node. A job that trains on the node too has the
+    node's first GPUs, `train_gpus`, for that."""
+    before = dict.fromkeys(settings.train_nodes, train_gpus)
+    pools: list[RayResourcePool] = []
+    for rank, nodes in enumerate(runs_on):
+        at = {node: (settings.places[node], before.get(node, 0) + rank * each % gpus) for node in nodes}
+        pools.append(PlacedPool(at, each, _PROCESSES_A_GPU, f"rollout_pool_{rank}"))
+    return pools
+
+
 def replica_class(engine: EngineRecord) -> type:
     """verl's replica of this engine with ours before it."""
     base = get_rollout_replica_class(engine.name)
@@ -316,7 +332,7 @@ class MuxLLMServerManager(LLMServerManager):
         if colocate_with:
             pools = split_resource_pool(colocate_with, split_size=size)
         elif settings.is_bound("rollout"):
-            pools = [PlacedPool(nodes, each, _PROCESSES_A_GPU, f"rollout_pool_{rank}") for rank, nodes in enumerate(runs_on)]
+            pools = placed_pools(settings, runs_on, each, rollout.n_gpus_per_node, config.trainer.n_gpus_per_node)
         gate = InitGate(gpus // size, acquire, release)
         self.rollout_replica_class = partial(replica_class(engines()[rollout.name]), gate=gate, runs_on=runs_on, pools=pools)
         super().__init__(config, **kwargs)
