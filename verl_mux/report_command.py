@@ -35,7 +35,9 @@ def report(
     """Say where the time of a run went: shares, long tails, stalls, slow requests, bubbles, waits."""
     from rich.console import Console
 
-    from verl_mux.profiling.report.otlp import write_as_log, write_otlp
+    from verl_mux.profiling.plain.lines import find_log_files
+    from verl_mux.profiling.report.formats.foreign import write_as_log
+    from verl_mux.profiling.report.formats.otlp import write_otlp
     from verl_mux.profiling.report.output import console
     from verl_mux.profiling.report.output.page.page import make_page
     from verl_mux.profiling.report.output.summary import compare, summarise
@@ -44,7 +46,7 @@ def report(
     window, changed_keys = _steps(steps), _keys(what_if or [])
     with tempfile.TemporaryDirectory() as folder:
         log = directory
-        if directory.is_file():
+        if directory.is_file() or directory.is_dir() and not find_log_files(directory):
             write_as_log(directory, log := Path(folder))
         analysis = _analyse(log, window, processes)
         if otlp is not None:

@@ -98,7 +98,7 @@ def test_a_slow_worker_is_found_in_all_its_steps(tmp_path):
     made = Made(slower={(1, 2): 2.5, (3, 2): 2.5})
     (slow,) = found(make_run(tmp_path, made))
     assert (slow.kind, slow.worker, slow.evidence["steps"]) == ("straggler", 2, [1, 3])
-    assert "engine was slower" in slow.advice
+    assert "the engine of worker 2" in slow.advice
 
 
 def test_a_long_tail_is_found_with_advice_on_the_length(tmp_path):

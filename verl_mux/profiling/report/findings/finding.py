@@ -1,4 +1,4 @@
-"""What a finding is, and the statistics that tell a fault from chance: isolated values, and gaps between completions.
+"""What a finding is, and the statistics that tell a fault from chance: isolated values.
 
 Durations have heavy tails in healthy runs (lengths have), so a fixed number of deviations would raise false alarms. A value is
 isolated when two models of the healthy tail agree that a sample of this size would not hold it:
@@ -7,9 +7,7 @@ isolated when two models of the healthy tail agree that a sample of this size wo
   have an end, lengths have none;
 - a power law expects fewer than POWER_LAW. Its index comes from the large values just below the suspects, by Renyi's
   spacings, which are not biased by leaving the top out.
-A gap counts when, at the pace of both sides, at least MISSING completions should have fallen into it. The slower side's pace is
-taken, so the thin tail of long answers makes no gap. Two bunches of short and long answers make one; `stalled` and `is_common`
-separate those from an engine that stood still. Runs in the report; called by the other modules of findings/; pure.
+Runs in the report; called by the other modules of findings/; pure.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,15 @@ def over_steps(found: list[Finding]) -> Finding:
     worst = max(found, key=lambda finding: finding.seconds)
     steps = sorted({finding.step for finding in found if finding.step is not None})
     return replace(worst, cost_s=sum(f.seconds for f in found), evidence=worst.evidence | {"steps": steps})
+
+
+NAME = {"job": pl.String, "step": pl.Int64, "request_id": pl.String}
+
+
+def named(findings: list[Finding]) -> pl.DataFrame:
+    """NAME of the requests that findings name."""
+    rows = {(f.job, f.step, name) for f in findings for name in f.evidence.get("request_ids", [f.request_id])}
+    return pl.DataFrame(list(rows), NAME, orient="row")
 
 
 LOGNORMAL = 1e-5
@@ -135,89 +143,21 @@ def expected_seconds(seconds: np.ndarray, tokens: np.ndarray | None) -> np.ndarr
     return np.maximum(base + slope * tokens, 0.1 * middle)
 
 
-MISSING = 20.0
-ALIKE_MISSING = 4.0  # what is enough to say that a peer has such a gap too
-MIN_SIDE = 4  # completions needed on each side to know its pace
-FEW_COMPLETIONS = 24  # with fewer completions the pace is hardly known: twice as many must be missing
-PACE_PART = 0.05  # pace is taken over this part of the completions
-TOOLS = 0.7  # of a gap, spent in tool calls
-MIN_PART = 0.25  # of the worker's whole time; shorter ones cost too little to report
-
-
-Place = tuple[str, int, int]  # job, step, worker
+Place = tuple[str, int, int]  # job, step, worker or replica
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Between completion number `before` (counted from 1) and the next. Seconds; `start` and `end` as the input's clock."""
+    """Between completion number `before` (counted from 1) and the `after` that follow. Seconds; `start` and `end` as the input's
+    clock; completions a second on both sides."""
 
     start: float
     end: float
     before: int
     after: int
-    missing: float
-    pace_before: float
-    pace_after: float
+    pace_before: float = 0.0
+    pace_after: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
-
-
-def find_gap(began: float, ends: np.ndarray, least_missing: float = MISSING, least_part: float = MIN_PART) -> Gap | None:
-    """The longest gap among sorted completion times of one worker's step, or None where too few completions are missing or it
-    is less than `least_part` of the whole time."""
-    count = len(ends)
-    if count < 2 * MIN_SIDE or ends[-1] <= began:
-        return None
-    places = np.arange(MIN_SIDE, count - MIN_SIDE + 1)  # a gap lies before ends[place]
-    place = int(places[np.argmax(ends[places] - ends[places - 1])])
-    seconds = float(ends[place] - ends[place - 1])
-    if seconds < least_part * (ends[-1] - began):
-        return None
-    window = max(MIN_SIDE, int(PACE_PART * count))
-    before = _pace(ends[max(0, place - 1 - window) : place])
-    after = _pace(ends[place : place + window + 1])
-    missing = seconds * min(before, after)
-    if missing < enough(least_missing, count):
-        return None
-    return Gap(float(ends[place - 1]), float(ends[place]), place, count - place, missing, before, after)
-
-
-def enough(least_missing: float, count: int) -> float:
-    """How many completions must be missing among `count`."""
-    return least_missing * (2 if count < FEW_COMPLETIONS else 1)
-
-
-def _pace(ends: np.ndarray) -> float:
-    """Completions a second; completions at one instant count as one burst of a microsecond."""
-    return (len(ends) - 1) / max(float(ends[-1] - ends[0]), 1e-6)
-
-
-def stalled(gap: Gap, starts: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> bool | None:
-    """Whether tokens say that the engine stood still: requests open through the gap have normal speed only without it.
-
-    None when too few requests tell. `tokens`: NaN where unknown.
-    """
-    known = ~np.isnan(tokens) & (tokens > 0)
-    through = known & (starts <= gap.start) & (ends >= gap.end)
-    clear = known & (ends <= gap.start)
-    if through.sum() < MIN_SIDE or clear.sum() < MIN_SIDE:
-        return None
-    normal = np.median((ends[clear] - starts[clear]) / tokens[clear])
-    spent = ends[through] - starts[through]
-    with_gap = np.median(spent / tokens[through])
-    without = np.median(np.maximum(spent - gap.seconds, 1e-9) / tokens[through])
-    return bool(abs(np.log(without / normal)) < abs(np.log(with_gap / normal)))
-
-
-def in_tools(gap: Gap, starts: np.ndarray, ends: np.ndarray, tools: np.ndarray) -> bool:
-    """Whether most requests open through the gap spent it in tool calls. `tools`: seconds of them in each request."""
-    through = (starts <= gap.start) & (ends >= gap.end)
-    return bool(through.any() and np.mean(tools[through] >= TOOLS * gap.seconds) > 0.5)
-
-
-def is_common(gap: Gap, others: list[Gap | None], part: float = 0.25) -> bool:
-    """Whether more than `part` of other workers and steps have such a gap too: then it is how the work is made, not a stall."""
-    alike = sum(other is not None and other.seconds >= 0.5 * gap.seconds for other in others)
-    return alike > part * max(len(others), 1)

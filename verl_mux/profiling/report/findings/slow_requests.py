@@ -1,5 +1,6 @@
-"""Findings about requests whose reward, turn, tool call or whole took far longer than those of their peers: `slow_turn`,
-`slow_request`, and the single requests of `tool_wait` and `reward_wait`. Runs in the report; called by output/summary.py; pure.
+"""Findings about single requests that took far longer than their peers, by what their time went into: `slow_turn`,
+`slow_part`, `slow_request`, and single requests of `tool_wait`, `reward_wait`, `preprocessing` and `long_tail`. Runs in the
+report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import polars as pl
 from verl_mux.profiling.plain.lines import overlap
 from verl_mux.profiling.report.findings.finding import MIN_SAMPLE, Finding, Gap, Place, expected_seconds, isolated
 from verl_mux.profiling.report.findings.waits import LEAST_S, QUEUED
-from verl_mux.profiling.report.input.reduction import REQUEST_KEY
+from verl_mux.profiling.report.input.reduction import REQUEST_KEY, SHOWN_PARTS
 from verl_mux.profiling.report.measures.analysis import UNIT, Analysis
 
 COST = 0.10  # of a step's usual length; a request that lost less is not worth a finding
@@ -22,12 +23,16 @@ MOST = 5  # of each kind and job
 SHARED = 3  # this many requests slowed alike by one gap count as the gap
 MANY = 10
 BLAME = 0.5  # of what a request lost, in one part of it
+MIN_ANSWERS = 128  # of a job: fewer do not tell how long its answers may be
 MIN_LOCAL = 8  # requests of one place (a replica's or worker's step) that tell its usual speed
 
 TEXT = {
     "slow_turn": "turn {turn} of {request_id} spent {seconds:.1f} s in the engine, {expected:.1f} s would be usual",
     "reward_wait": "the reward of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
     "tool_wait": "tool calls of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "preprocessing": "preparing the turns of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "slow_part": "{part} of {request_id} took {seconds:.1f} s, {expected:.2g} s would be usual",
+    "long_tail": "{request_id} took {seconds:.1f} s for {tokens} tokens, {usual_tokens:.0f} would be usual; its step waited",
     "slow_request": "{request_id} took {seconds:.1f} s, {expected:.1f} s would be usual, and no event says on what",
 }
 ADVICE = {
@@ -36,8 +41,13 @@ ADVICE = {
     "reward_wait": "give the reward function a timeout, run it in a process of its own (it may hold the interpreter), "
     "and hand it only the part of the response that it reads",
     "tool_wait": "give tool calls a timeout and bound how many run at once",
+    "preprocessing": "see what the agent loop's worker does before a turn: templates, images, a full event loop",
+    "slow_part": "see what the agent loop's worker does there, and whether another request holds its event loop",
+    "long_tail": "lower the maximum response length, over-sample and requeue the last prompt groups, or segment answers",
     "slow_request": "log the parts of a request (turns, tools, reward) to see which one it is",
 }
+# Of the parts that a request's time divides into: the finding of each that is not usual.
+KIND_OF_PART = {"tool": "tool_wait", "reward": "reward_wait", "preprocess": "preprocessing", "pending": "preprocessing"}
 
 
 Parts = dict[str, pl.DataFrame]  # kind of finding -> the rows it looks for: REQUEST_KEY, unit, turn, seconds, end, tokens
@@ -63,13 +73,96 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] 
     for step, slow in found:
         findings += _together([f for f in slow if _key(f) not in early], COST_SHARED * step)[:MOST]
     explained = {_key(f) for f in findings if f.kind != "slow_request"}
+    accounts = _Accounts(analysis)
     blamed = [
-        _blamed(f, parts) if f.kind == "slow_request" else f
+        accounts.blame(f, parts["slow_turn"]) if f.kind == "slow_request" else f
         for f in findings
         if f.kind != "slow_request" or _key(f) not in explained
     ]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
-    return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in blamed]
+    told = [accounts.name(f) for f in blamed + _long_answers(analysis, typical, explained)]
+    return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in _by_prompt(told)]
+
+
+def _by_prompt(found: list[Finding]) -> list[Finding]:
+    """Requests of one prompt and step that were slow in one thing share the finding of the slowest."""
+    groups: dict[tuple, list[Finding]] = {}
+    for finding in found:
+        same = (finding.kind, finding.job, finding.step, finding.evidence["prompt"], finding.evidence.get("tool"))
+        groups.setdefault(same, []).append(finding)
+    return [
+        worst if len(group) == 1 else replace(
+            worst, text=f"{worst.text}; {len(group) - 1} more of its prompt",
+            evidence=worst.evidence | {"request_ids": [f.request_id for f in group][:20]},
+        )
+        for group in groups.values() for worst in (max(group, key=lambda f: f.cost_s),)
+    ]  # fmt: skip
+
+
+class _Accounts:
+    """What each request's time went into, by the events it has, beside what is usual in its job: 0 for what most have not."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.finished = analysis.finished
+        self.calls = analysis.tables.calls
+        self.parts = [part for part in SHOWN_PARTS if part != "engine"]
+        usual = analysis.finished.group_by("job").agg(pl.col(self.parts).median())
+        self.usual = {row["job"]: row for row in usual.iter_rows(named=True)}
+
+    def _row(self, finding: Finding) -> dict:
+        return self.finished.filter(job=finding.job, step=finding.step, worker=finding.worker, request_id=finding.request_id).row(
+            0, named=True
+        )
+
+    def blame(self, whole: Finding, turns: pl.DataFrame) -> Finding:
+        """A slow request whose time went into one of its parts is a finding of that part, though not slow enough by itself, or
+        though few others have such a part at all."""
+        row, usual = self._row(whole), self.usual[whole.job]
+        part = max(self.parts, key=lambda part: (row[part] or 0.0) - (usual[part] or 0.0))
+        spent, expected = row[part] or 0.0, usual[part] or 0.0
+        if part != "other" and spent - expected >= BLAME * whole.cost_s:
+            kind = KIND_OF_PART.get(part, "slow_part")
+            times = {"end": row["reward_end"] if part == "reward" else row["end"], "logged": spent, "seconds": spent}
+            return _finding(kind, row | times | {"turn": None, "part": part.replace("_", " ")}, expected)
+        rows = turns.filter(pl.col("job") == whole.job)
+        if rows.is_empty():
+            return whole
+        own = rows.with_columns(pl.Series("expected", _expected(rows))).filter(request_id=whole.request_id)
+        for turn in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
+            if turn["seconds"] - turn["expected"] >= BLAME * whole.cost_s:
+                return _finding("slow_turn", turn | {"worker": whole.worker}, turn["expected"])
+        return whole
+
+    def name(self, finding: Finding) -> Finding:
+        """With the prompt's name, and the tool's."""
+        evidence = finding.evidence | {"prompt": (finding.request_id or "").rpartition("_")[0] or finding.request_id}
+        own = self.calls.filter(job=finding.job, request_id=finding.request_id).sort("seconds").drop_nulls("tool")
+        if finding.kind != "tool_wait" or own.is_empty():
+            return replace(finding, evidence=evidence)
+        tool = own["tool"][-1]
+        return replace(finding, text=f"{finding.text} (tool {tool})", evidence=evidence | {"tool": tool})
+
+
+def _long_answers(analysis: Analysis, typical: dict[str, float], explained: set[tuple]) -> list[Finding]:
+    """Answers far longer than the run's others, each of which its step waited for a quarter of its time or more."""
+    found = []
+    known = analysis.finished.filter((pl.col("tokens") > 0) & ~pl.col("job").is_in(list(analysis.unawaited)))
+    for (job,), rows in known.group_by("job", maintain_order=True):
+        tokens = rows["tokens"].to_numpy().astype(float)
+        usual = float(np.median(tokens))
+        second = rows.group_by("step").agg(pl.col("end").sort().slice(-2, 1).first().alias("second"))
+        ends = dict(second.iter_rows())
+        for index in isolated(tokens / usual) if rows.height >= MIN_ANSWERS else ():
+            row = rows.row(int(index), named=True)
+            late = row["end"] - (ends[row["step"]] or row["end"])
+            if late >= max(COST_SHARED * typical.get(job, 0.0), LEAST_S) and _key_of(row) not in explained:
+                seen = {"turn": None, "logged": row["seconds"], "usual_tokens": usual}
+                found.append(replace(_finding("long_tail", row | seen, row["seconds"] - late), cost_s=late))
+    return found[:MOST]
+
+
+def _key_of(row: dict) -> tuple:
+    return tuple(row[name] for name in REQUEST_KEY)
 
 
 def _key(finding: Finding) -> tuple:
@@ -104,21 +197,6 @@ def _is_its_engines(turn: Finding, gaps: dict[Place, Gap], starved: Collection[P
     return turn.request_id is not None and overlap((turn.start, turn.end), (gap.start, gap.end)) >= BLAME * gap.seconds
 
 
-def _blamed(whole: Finding, parts: Parts) -> Finding:
-    """A slow request whose time went into one of its parts is a finding of that part, though not slow enough for one alone."""
-    for kind, of_all in parts.items():
-        rows = of_all.filter(pl.col("job") == whole.job)
-        if kind == "slow_request" or rows.is_empty():
-            continue
-        own = rows.with_columns(pl.Series("expected", _expected(rows))).filter(
-            step=whole.step, worker=whole.worker, request_id=whole.request_id
-        )
-        for row in own.sort("seconds", descending=True).head(1).iter_rows(named=True):
-            if row["seconds"] - row["expected"] >= BLAME * whole.cost_s:
-                return _finding(kind, row, row["expected"])
-    return whole
-
-
 def _together(found: list[Finding], cost: float) -> list[Finding]:
     """Requests of one worker that were slow in one thing at one time share the finding of the slowest.
 
@@ -146,20 +224,6 @@ def _same_time(one: Finding, other: Finding) -> bool:
     if one.start is None or one.end is None or other.start is None or other.end is None:
         return False
     return overlap((one.start, one.end), (other.start, other.end)) >= 0.8 * other.seconds
-
-
-def held_up(analysis: Analysis) -> pl.DataFrame:
-    """REQUEST_KEY of the requests that a reward or tool call held up: their ends say nothing about the engine."""
-    slow, parts = [], _parts(analysis, {}, ())
-    for kind in ("reward_wait", "tool_wait"):
-        for _, rows in parts[kind].group_by("job", maintain_order=True):
-            slow += _slow(kind, rows.with_columns(pl.col("seconds").alias("logged")), 0.0)
-    return requests_of(slow, analysis)
-
-
-def requests_of(findings: list[Finding], analysis: Analysis) -> pl.DataFrame:
-    """REQUEST_KEY of the requests that findings name."""
-    return pl.DataFrame(list(map(_key, findings)), {name: analysis.finished.schema[name] for name in REQUEST_KEY}, orient="row")
 
 
 def _parts(analysis: Analysis, gaps: dict[Place, Gap], queues: Collection[Place]) -> Parts:
@@ -244,7 +308,7 @@ def _expected(rows: pl.DataFrame) -> np.ndarray:
 
 
 def _finding(kind: str, row: dict, expected: float) -> Finding:
-    about = {"turn": row["turn"], "request_id": row["request_id"], "seconds": row["logged"], "expected": expected}
+    about = row | {"seconds": row["logged"], "expected": expected}
     evidence = {"expected_sec": round(expected, 6), "times_expected": round(row["seconds"] / max(expected, 1e-9), 1)}
     return Finding(
         kind, row["job"], row["step"], row["worker"], row["logged"], TEXT[kind].format(**about), ADVICE[kind],

@@ -11,36 +11,25 @@ from collections.abc import Collection
 import numpy as np
 import polars as pl
 
-from verl_mux.profiling.plain.lines import overlap
-from verl_mux.profiling.report.findings.finding import (
-    ALIKE_MISSING,
-    MIN_PART,
-    MISSING,
-    Finding,
-    Gap,
-    Place,
-    enough,
-    find_gap,
-    in_tools,
-    is_common,
-    stalled,
-)
-from verl_mux.profiling.report.findings.slow_requests import held_up
-from verl_mux.profiling.report.input.reduction import REQUEST_KEY
+from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.plain.lines import clip, length, overlap
+from verl_mux.profiling.report.findings.finding import Finding, Gap, Place
 from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, by_place, times_of_steps
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
-# How far the paces of both sides may differ where the log has no tokens. The work after a stall is what was slowest
-# anyway, so it comes thinner; where other workers and steps show that such work makes no gap of itself, more is let pass.
-ALIKE_PACE = 8.0
-ALIKE_PACE_WITH_PEERS = 25.0
-PEERS = 3
 HELD_S = 0.5  # a stay that waited longer for its job's lease was not in the engine all the time
 # A working engine logs counters once a second; one with requests that logs nothing for SILENT_S stands still.
 SILENT_S = 5.0
 MIN_REPORTS = 4
 SILENT_PART = 0.10  # of the step's rollout
-WAVES = 0.6  # of the worker's and its peers' other steps that have such a gap too
+MIN_CLEAR = 8  # stays of the replica that tell its usual time per token
+FEW_KNOWN, LEAST_SPREAD, LEAST_LATE = 0.3, 0.05, 0.5  # of its logarithm where they are fewer; at least; and seconds
+SURE = 4.0  # deviations by which a stay took longer
+ALIKE = 0.3  # of the gap: how far what it took longer may lie from it
+MOST_OF_THEM = 0.75
+ONE_LENGTH = 0.4  # of the usual spread
+# While the trainer does one of these it may have taken the engines' device.
+ENGINES_AWAY = [events.UPDATE_ACTOR, events.UPDATE_CRITIC, events.OLD_LOG_PROB, events.REF, events.SYNC, events.SLEEP]
 ADVICE = (
     "the engine took no work off its hands here, then went on at the same pace: capture this worker with a GPU profiler "
     "when it happens again, look for a stuck NCCL or memory call, a paused process, another user of the GPU, a slow disk"
@@ -49,33 +38,82 @@ ADVICE = (
 
 def stalls(analysis: Analysis, starved: Collection[Place] = ()) -> dict[Place, Gap]:
     """The gaps in which the engine stood still; not for want of KV cache, as in the places `starved`."""
-    found: dict[Place, Gap | None] = {}
-    large: dict[Place, Gap] = {}
-    frames: dict[Place, pl.DataFrame] = {}
-    for (job, step, unit), frame in _completions(analysis).group_by(UNIT, maintain_order=True):
-        place, began, ends = (job, step, unit), frame["start"].min(), np.sort(frame["end"].to_numpy())
-        frames[place] = frame
-        # A peer's gap is compared by its length, however little of the peer's own time it is.
-        gap = found[place] = find_gap(began, ends, ALIKE_MISSING, least_part=0.0)
-        if gap and gap.missing >= enough(MISSING, len(ends)) and gap.seconds >= MIN_PART * (ends[-1] - began):
-            large[place] = gap
-    stood = {place: gap for place, gap in large.items() if _is_stall(place, gap, found, frames[place], analysis)}
-    # Counters say more than completions, which come in bursts where requests of one length run together.
-    known = counter_times(analysis.engines)
-    stood = {place: gap for place, gap in stood.items() if (place[0], place[2]) not in known}
     silent = _silent(analysis.engines.validation, analysis.engines) | _silent(analysis.engines.stays, analysis.engines)
-    return {place: gap for place, gap in (silent | stood).items() if place not in starved}
+    return {place: gap for place, gap in (_frozen(analysis) | _logged(analysis) | silent).items() if place not in starved}
 
 
-def _completions(analysis: Analysis) -> pl.DataFrame:
-    """What is completed, by UNIT: stays of engines that the log knows, else requests. start, end, tokens, tool (seconds)."""
-    columns = [*UNIT, "request_id", "start", "end", "tokens", "tool"]
-    engines = analysis.engines
-    stays = engines.stays.filter(~pl.col("cut").fill_null(False) & (pl.col("held").fill_null(0.0) < HELD_S))
-    requests = analysis.finished.filter(~pl.col("job").is_in([*engines.jobs, *analysis.unawaited]))
-    requests = requests.join(held_up(analysis), on=REQUEST_KEY, how="anti", maintain_order="left").select(columns)
-    own = stays.with_columns(pl.lit(0.0).alias("tool")).select(columns).sort("end")
-    return pl.concat([requests, own.cast(dict(requests.schema))])
+def _logged(analysis: Analysis) -> dict[Place, Gap]:
+    """Stalls that the engine's server saw itself."""
+    rows = analysis.spans.filter((pl.col("event") == events.ENGINE_STALLED) & (pl.col("seconds") >= SILENT_S)).sort("seconds")
+    rows = rows.with_columns(pl.coalesce("replica", "worker").alias("unit"))
+    return {row[:3]: Gap(row[3], row[4], 0, 0) for row in rows.select(*UNIT, "start", "end").rows()}
+
+
+def _frozen(analysis: Analysis) -> dict[Place, Gap]:
+    """The longest stretch of each place in which no stay ended, while those in it took just that much longer than their tokens
+    do. What is usual are the replica's stays outside such stretches; where they are few, the job's."""
+    found = {}
+    stays = analysis.worked.filter(pl.col("pace").is_not_null() & (pl.col("held").fill_null(0.0) < HELD_S))
+    before = pl.col("end").shift().fill_null(pl.col("start").min())
+    longest = (pl.col("end") - before).arg_max()
+    steps = stays.group_by("job", "step").agg(pl.col("start").min().alias("began"), pl.col("end").max().alias("over"))
+    gaps = stays.sort("end").group_by(UNIT, maintain_order=True).agg(
+        before.get(longest).alias("from"), pl.col("end").get(longest).alias("to"), longest.alias("done"), pl.len().alias("all"),
+    ).join(steps, on=["job", "step"])  # fmt: skip
+    took = pl.col("to") - pl.col("from")
+    gaps = gaps.filter(took >= (SILENT_PART * (pl.col("over") - pl.col("began"))).clip(SILENT_S))
+    let_in = pl.col("end") - pl.col("work")
+    inside = stays.join(gaps, on=UNIT).filter((let_in < pl.col("to") - 0.5 * took) & (pl.col("end") >= pl.col("to")))
+    clear = stays.join(inside.select(*UNIT, "request_id", "part"), on=[*UNIT, "request_id", "part"], how="anti")
+    log = pl.col("pace").log()
+    spread = (1.4826 * (log - log.median()).abs().median()).alias("spread")
+    usual = clear.group_by("job", "unit").agg(
+        pl.len().alias("clear"), pl.col("pace").median().alias("usual"), spread
+    ).filter(pl.col("clear") >= MIN_CLEAR)  # fmt: skip
+    rows = inside.join(usual, on=["job", "unit"], how="left").join(
+        stays.group_by("job").agg(pl.col("pace").median().alias("all_paces")), on="job"
+    )
+    rows = rows.with_columns(
+        pl.col("tokens") * pl.coalesce("usual", "all_paces"), unknown=pl.col("tokens") == 1,
+        shared=pl.col("to") - pl.max_horizontal(let_in, "from"),
+        spread=pl.col("spread").fill_null(FEW_KNOWN).clip(LEAST_SPREAD),
+    ).with_columns(more=pl.col("work") - pl.col("tokens"))  # fmt: skip
+    for row in (
+        rows.group_by(UNIT, maintain_order=True)
+        .agg(*_took_longer(), pl.col("from", "to", "done", "all", "began", "over").first())
+        .rows(named=True)
+    ):
+        place, gap, shared = (row["job"], row["step"], row["unit"]), (row["from"], row["to"]), row["shared"]
+        # Two are too few to tell it from an engine that is slow all the time, unless it is far longer than they are.
+        # Where no tokens are known: a long time more makes different lengths the same, which a slow engine does not.
+        alike = row["unknown"] and row["times"] < ONE_LENGTH * row["spread"]
+        like_it = row["stood"] < row["times"] or alike if row["n"] > 2 else row["n"] == 2 and shared >= 2 * row["usual"]
+        sure = like_it and min(row["clearly"], row["alike"]) >= MOST_OF_THEM
+        if sure and not _trains(analysis, place[0], gap):
+            paces = row["done"] / max(gap[0] - row["began"], 1e-6), (row["all"] - row["done"]) / max(row["over"] - gap[1], 1e-6)
+            found[place] = Gap(*gap, row["done"], row["all"] - row["done"], *paces)
+    return found
+
+
+def _took_longer() -> list[pl.Expr]:
+    """Of a place's stays in a gap, `tokens` in seconds: did they take longer by what each shares of the gap, neither more nor
+    less? An engine that is slow all the time multiplies each instead (`times`, beside `stood`)."""
+    took, usual, more, shared = (pl.col(name) for name in ("work", "tokens", "more", "shared"))
+    unsure = pl.col("spread") * usual + LEAST_LATE
+    times = (took / usual).log()
+    return [
+        pl.len().alias("n"), pl.col("spread").median(), pl.col("unknown").all(), shared.median(), usual.median().alias("usual"),
+        (more >= SURE * unsure).mean().alias("clearly"),
+        ((more - shared).abs() <= ALIKE * shared + 2 * unsure).mean().alias("alike"),
+        (took / (usual + pl.min_horizontal(shared, more.median().clip(0.0)))).log().abs().mean().alias("stood"),
+        (times - times.median()).abs().mean().alias("times"),
+    ]  # fmt: skip
+
+
+def _trains(analysis: Analysis, job: str, gap: tuple[float, float]) -> bool:
+    """Had the trainer taken the engines' device?"""
+    busy = analysis.spans.filter((pl.col("job") == job) & pl.col("event").is_in(ENGINES_AWAY))
+    return length(clip(busy.select("start", "end").rows(), gap)) >= 0.5 * (gap[1] - gap[0])
 
 
 def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
@@ -97,7 +135,7 @@ def _silent(all_stays: pl.DataFrame, engines: Engines) -> dict[Place, Gap]:
         through = stays.filter((pl.col("start") <= start + edge) & (pl.col("end") >= end - edge) & free)
         if end - start >= max(SILENT_S, SILENT_PART * (ended - began)) and through.height:
             before, after = int((stays["end"] <= start).sum()), int((stays["end"] >= end).sum())
-            found[job, step, replica] = Gap(start, end, before, after, 0.0, before / max(start - began, 1e-6), 0.0)
+            found[job, step, replica] = Gap(start, end, before, after, before / max(start - began, 1e-6))
     return found
 
 
@@ -109,32 +147,6 @@ def counter_times(engines: Engines) -> dict[tuple[str, int], np.ndarray]:
         for job, replica, ends, usual in grouped.rows()
         if len(ends) >= MIN_REPORTS and (usual or 0.0) <= SILENT_S / 2
     }
-
-
-def _is_stall(place: Place, gap: Gap, found: dict, frame: pl.DataFrame, analysis: Analysis) -> bool:
-    if not _is_silent(place, gap, analysis.turns):
-        return False
-    starts, ends = frame["start"].to_numpy(), frame["end"].to_numpy()
-    if in_tools(gap, starts, ends, frame["tool"].fill_null(0.0).to_numpy()):
-        return False
-    tokens = frame["tokens"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
-    verdict = stalled(gap, starts, ends, tokens)
-    if verdict is not None:
-        # Where requests wait for a slot, their speed shows nothing; a wave of them ends in every step.
-        elsewhere = [other for where, other in found.items() if where[0] == place[0] and where[1] != place[1]]
-        return verdict and not (len(elsewhere) >= PEERS and is_common(gap, elsewhere, WAVES))
-    others = [other for where, other in found.items() if where[0] == place[0] and where != place]
-    most = ALIKE_PACE_WITH_PEERS if len(others) >= PEERS else ALIKE_PACE
-    alike = max(gap.pace_before, gap.pace_after) <= most * min(gap.pace_before, gap.pace_after)
-    return alike and not is_common(gap, others)
-
-
-def _is_silent(place: Place, gap: Gap, turns: pl.DataFrame) -> bool:
-    """No turn ended deep inside the gap, or hardly any."""
-    job, step, unit = place
-    edge = 0.05 * gap.seconds
-    inside = turns.filter(pl.col("end").is_between(gap.start + edge, gap.end - edge), job=job, step=step, unit=unit)
-    return inside.height < 0.1 * gap.missing
 
 
 def find(gaps: dict[Place, Gap], engines: Engines) -> list[Finding]:
@@ -160,7 +172,7 @@ def _finding(place: Place, gap: Gap, units: list[int], engines: Engines) -> Find
         "completed_after": gap.after,
         "per_second_before": round(gap.pace_before, 4),
         "per_second_after": round(gap.pace_after, 4),
-        "expected_in_gap": round(gap.missing, 1),
+        "expected_in_gap": round(gap.pace_before * gap.seconds, 1),
         "replicas" if where else "workers": units,
     }
     text = (

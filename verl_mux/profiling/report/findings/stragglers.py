@@ -1,10 +1,11 @@
-"""Findings about what the others of a step waited for: `straggler`, `long_tail`, `preprocessing`.
+"""Findings about what the others of a step waited for: `straggler`, `slow_engines`, `uneven_load`, `long_tail`,
+`preprocessing`.
 
-Where the log knows engines, a straggler is a replica, or all replicas of a node, that took longer for each token than those on
-other nodes (than all others where there is one node). More requests at once make a token slower too, but not the replica: its
-tokens a second must be fewer as well. Replicas that stood still or were short of KV cache in a step are left to those findings.
-Where the log knows no engines, a straggler is a worker whose requests all took longer than those of its peers. Runs in the
-report; called by output/summary.py; pure.
+A straggler is a replica, or all replicas of a node, that took longer for each token than those on other nodes (than all others
+where there is one node). More requests at once make a token slower too, but not the replica: its tokens a second must be fewer
+as well. Replicas that stood still or were short of KV cache in a step are left to those findings. Where the log knows no
+engines, each worker is taken for one, by the time of its engine calls; a worker's requests as wholes say nothing of it once
+some were cut off. Runs in the report; called by output/summary.py; pure.
 """
 
 from __future__ import annotations
@@ -19,80 +20,15 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.finding import Finding, Place, over_steps
-from verl_mux.profiling.report.measures.analysis import Analysis, Engines, busy, completion, middle
+from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, busy, completion, middle
 
 SLOWER = 1.5  # times its peers
 DEVIATIONS = 5.0
-MIN_OF_WORKER = 8
-MIN_WORKERS = 3
 MIN_SPREAD = 0.05  # of the logarithm: peers closer than that differ by chance
 FEW_SPREAD = 0.35  # the same over the root of how many requests there are: a handful says little of its own spread
 COST = 0.10  # of the step
-WORKER_ADVICE = (
-    "its requests took {ratio:.1f} times as long as elsewhere: {reason}; compare this worker's clocks, neighbours and "
-    "prefix cache, and let replicas pull requests as they finish instead of a fixed share each"
-)
-
-
-def find_workers(analysis: Analysis, ordinary: pl.DataFrame) -> list[Finding]:
-    """One finding a job and worker, at its worst step, with all the steps it happened in."""
-    seen: dict[tuple[str, int | None], list[Finding]] = defaultdict(list)
-    ordinary = ordinary.filter(~pl.col("job").is_in([*analysis.engines.jobs, *analysis.unawaited]))
-    for finding in _slow_workers(ordinary):
-        seen[finding.job, finding.worker].append(finding)
-    return [over_steps(found) for found in seen.values()]
-
-
-def _slow_workers(ordinary: pl.DataFrame) -> Iterator[Finding]:
-    for (job, step), frame in ordinary.group_by("job", "step", maintain_order=True):
-        by_worker = frame.group_by("worker", maintain_order=True)
-        workers = {worker: rows for (worker,), rows in by_worker if rows.height >= MIN_OF_WORKER}
-        if len(workers) < MIN_WORKERS:
-            continue
-        whole = max(rows["end"].max() - rows["start"].min() for rows in workers.values())
-        bulk = {worker: _bulk_end(rows) for worker, rows in workers.items()}
-        for worker, (seconds, noise) in bulk.items():
-            others = [value for other, (value, _) in bulk.items() if other != worker]
-            ratio, lost = _slower(seconds, others, noise), seconds - middle(others)
-            if ratio and lost >= COST * whole:
-                text = f"worker {worker} was {ratio:.1f} times slower than its peers; they waited {lost:.1f} s for it"
-                advice = WORKER_ADVICE.format(ratio=ratio, reason=_reason(workers, worker))
-                yield Finding("straggler", job, step, worker, lost, text, advice, evidence={"times_slower": round(ratio, 3)})
-
-
-def _bulk_end(rows: pl.DataFrame) -> tuple[float, float]:
-    """When nine tenths of a worker's requests were done, in seconds, and the spread of its logarithm by chance."""
-    ends = np.sort(rows["end"].to_numpy() - rows["start"].min())
-    count = len(ends)
-    reach = 2 * np.sqrt(0.09 * count)
-    low, at, high = (ends[int(np.clip(np.ceil(0.9 * count + d) - 1, 0, count - 1))] for d in (-reach, 0, reach))
-    spread = float(np.log(max(high, 1e-9) / max(low, 1e-9))) / 4
-    return float(at), max(spread, FEW_SPREAD / np.sqrt(count))
-
-
-def _slower(value: float, others: list[float], noise: float) -> float | None:
-    """How many times slower than its peers, or None when that may be chance."""
-    usual = middle(others)
-    if usual <= 0 or value < SLOWER * usual:
-        return None
-    logs = np.log(np.maximum(others, 1e-9))
-    spread = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
-    far = np.log(value / usual) >= DEVIATIONS * max(spread, noise, MIN_SPREAD)
-    return value / usual if far and value > max(others) else None
-
-
-def _reason(workers: dict[int, pl.DataFrame], worker: int) -> str:
-    tokens = {w: rows["tokens"].median() for w, rows in workers.items()}
-    others = [value for w, value in tokens.items() if w != worker and value]
-    if tokens[worker] is None or not others:
-        return "the log has no token counts to say whether its answers were longer"
-    times = tokens[worker] / float(np.median(others))
-    if times > 1.25:
-        return f"its answers were {times:.1f} times as long, so share out the long prompts"
-    return "its answers were no longer, so its engine was slower"
-
-
 MIN_STAYS = 4
+MIN_OF_WORKER, MIN_WORKERS = 8, 3
 THROUGHPUT = 0.85  # of its peers' tokens a second
 ENGINE_ADVICE = (
     "a token took {ratio:.1f} times as long on {place} as on {others}, with no more requests at once: compare clocks, power and "
@@ -100,23 +36,33 @@ ENGINE_ADVICE = (
 )
 
 
-def find_engines(analysis: Analysis, gaps: Collection[Place], starved: Collection[Place]) -> list[Finding]:
-    """One finding a job and replica, at its worst step; one for all replicas of a node that were slow together."""
-    engines, known = analysis.engines, pl.col("pace").is_not_null()
-    paces = engines.stays.group_by("job", "step", "replica", maintain_order=True).agg(
-        known.sum().alias("stays"), pl.col("pace").median(), pl.col("tokens").sum(), busy(),
-        pl.col("end").filter(known).max(), pl.col("work").filter(known).median().alias("usual"),
-    ).filter(pl.col("stays") >= MIN_STAYS).with_columns(rate=pl.col("tokens") / pl.col("busy").clip(1e-9))  # fmt: skip
-    by_step: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    for row in paces.iter_rows(named=True):
-        place = (row["job"], row["step"], row["replica"])
+def paces(analysis: Analysis) -> pl.DataFrame:
+    """A row a job, step and unit: stays, pace (seconds a token), spread (of its logarithm), tokens, rate (a second), start, end,
+    usual (seconds of work)."""
+    enough = pl.when(pl.col("job").is_in(list(analysis.engines.jobs))).then(MIN_STAYS).otherwise(MIN_OF_WORKER)
+    known, logs = pl.col("pace").is_not_null(), pl.col("pace").filter(pl.col("pace") > 0).log()
+    found = analysis.worked.group_by(UNIT, maintain_order=True).agg(
+        known.sum().alias("stays"), pl.col("pace").median(), (1.4826 * (logs - logs.median()).abs().median()).alias("spread"),
+        pl.col("tokens").sum(), busy(), pl.col("start").min(), pl.col("end").filter(known).max(),
+        pl.col("work").filter(known).median().alias("usual"),
+    ).with_columns(rate=pl.col("tokens") / pl.col("busy").clip(1e-9))  # fmt: skip
+    return found.filter((pl.col("stays") >= enough) & (pl.col("pace") > 0))
+
+
+def find(analysis: Analysis, paced: pl.DataFrame, gaps: Collection[Place], starved: Collection[Place]) -> list[Finding]:
+    """One finding a job and unit, at its worst step; one for all replicas of a node that were slow together."""
+    engines, by_step = analysis.engines, defaultdict[tuple[str, int], list[dict[str, Any]]](list)
+    for row in paced.iter_rows(named=True):
+        place = (row["job"], row["step"], row["unit"])
         if place not in starved and place not in gaps:
             by_step[place[:2]].append(row)
     seen: dict[tuple[str, int], list[_Judged]] = defaultdict(list)
-    for rows in by_step.values():
+    for (job, _), rows in by_step.items():
+        if job not in engines.jobs and len(rows) < MIN_WORKERS:
+            continue
+        step_s = max(row["end"] for row in rows) - min(row["start"] for row in rows)
         for row, others in _beside_others(rows, engines):
-            if (judged := _judge(row, others, engines)) is not None:
-                seen[row["job"], row["replica"]].append(judged)
+            seen[row["job"], row["unit"]].append(_judge(row, others, engines, step_s))
     slow = [_slow(steps) for steps in seen.values()]
     return _by_node([over_steps(found) for found in slow if found], engines)
 
@@ -141,8 +87,8 @@ def _slow(judged: list[_Judged]) -> list[Finding]:
 
 def _beside_others(rows: list[dict[str, Any]], engines: Engines) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     """Each replica of a step, and the middle of its peers: those on other nodes; all others where there is one node."""
-    node = [engines.node_of.get((row["job"], row["replica"])) for row in rows]
-    apart: list[Any] = node if len(set(node)) > 1 else [row["replica"] for row in rows]
+    node = [engines.node_of.get((row["job"], row["unit"])) for row in rows]
+    apart: list[Any] = node if len(set(node)) > 1 else [row["unit"] for row in rows]
     peers = {at: [row for row, other in zip(rows, apart, strict=True) if other != at] for at in set(apart)}
     found = {at: _middle_of(others) for at, others in peers.items() if others}
     yield from ((row, found[at]) for row, at in zip(rows, apart, strict=True) if at in found)
@@ -155,31 +101,30 @@ def _middle_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return usual | {"spread": 1.4826 * float(np.median(np.abs(logs)))}
 
 
-def _judge(row: dict[str, Any], peers: dict[str, float], engines: Engines) -> _Judged | None:
-    if row["pace"] <= 0 or peers["pace"] <= 0:
-        return None
+def _judge(row: dict[str, Any], peers: dict[str, float], engines: Engines, step_s: float) -> _Judged:
     ratio, finding = row["pace"] / peers["pace"], None
     if ratio >= SLOWER and row["rate"] <= THROUGHPUT * peers["rate"]:
         lost = max(row["end"] - peers["end"], (1 - 1 / ratio) * row["usual"])
-        began, ended = engines.steps[row["job"], row["step"]]
-        finding = _engine_finding(row, lost, ratio, engines) if lost >= COST * (ended - began) else None
-    unsure = max(peers["spread"], FEW_SPREAD / np.sqrt(row["stays"]), MIN_SPREAD)
+        finding = _engine_finding(row, lost, ratio, engines) if lost >= COST * step_s else None
+    unsure = max(peers["spread"], max(FEW_SPREAD, row["spread"]) / np.sqrt(row["stays"]), MIN_SPREAD)
     return _Judged(float(np.log(ratio)), row["stays"], unsure, finding)
 
 
 def _engine_finding(row: dict[str, Any], lost: float, ratio: float, engines: Engines) -> Finding:
-    job, replica, pace = row["job"], row["replica"], row["pace"]
-    where = f"replica {replica} on {engines.node_of.get((job, replica))}"
-    text = f"{where} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
-    advice = ENGINE_ADVICE.format(ratio=ratio, place=f"replica {replica}", others="its peers")
+    job, unit, pace = row["job"], row["unit"], row["pace"]
+    where = engines.where(job, unit)
+    name = f"replica {unit}" if where else f"the engine of worker {unit}"
+    name += f" on {where['node']}" if where else ""
+    text = f"{name} took {ratio:.1f} times as long for a token as its peers; it cost the step {lost:.1f} s"
+    advice = ENGINE_ADVICE.format(ratio=ratio, place=name, others="its peers")
     evidence = {"times_slower": round(ratio, 3), "seconds_per_token": round(pace, 6), "of_peers": round(pace / ratio, 6)}
-    return Finding("straggler", job, row["step"], None, lost, text, advice, evidence=evidence, **engines.where(job, replica))
+    return Finding("straggler", job, row["step"], None if where else unit, lost, text, advice, evidence=evidence, **where)
 
 
 def _by_node(findings: list[Finding], engines: Engines) -> list[Finding]:
     """Where all of a node's replicas, two or more, were slow beside other nodes, the node is."""
     left, known = list(findings), []
-    for job, node in {(f.job, f.node) for f in findings if f.node is not None}:
+    for job, node in sorted({(f.job, f.node) for f in findings if f.node is not None}):
         here = [f for f in left if (f.job, f.node) == (job, node)]
         of_node = {replica for (of, replica), on in engines.node_of.items() if (of, on) == (job, node)}
         alone = {on for (of, _), on in engines.node_of.items() if of == job} == {node}
@@ -204,7 +149,101 @@ def _node_finding(here: list[Finding]) -> Finding:
     )  # fmt: skip
 
 
-LONG_TAIL = 0.43  # four fifths of the requests were done within this part of the time
+MIN_STEPS = 4
+
+
+def find_slow_engines(paced: pl.DataFrame, odd: Collection[Place]) -> list[Finding]:
+    """One finding a job: steps in which all engines took longer for a token than in its better steps. Not the first, which warms
+    them up; not steps with more requests at once, in which an engine gives more tokens a second; nor places that are `odd`."""
+    found: list[Finding] = []
+    places = pl.DataFrame(list(odd), {name: paced.schema[name] for name in UNIT}, orient="row")
+    even = paced.join(places, on=UNIT, how="anti", maintain_order="left")
+    for (job,), rows in even.group_by("job", maintain_order=True):
+        steps = rows.group_by("step").agg(
+            pl.col("pace", "rate", "usual").median(), pl.col("stays").sum(), pl.col("spread").median(), pl.len().alias("units"),
+            whole=pl.col("end").max() - pl.col("start").min(),
+        ).filter(pl.col("units") > 1).sort("step").rows(named=True)  # fmt: skip
+        if len(steps) < MIN_STEPS:
+            continue
+        best = float(np.quantile([row["pace"] for row in steps], 0.25))
+        rate = float(np.quantile([row["rate"] for row in steps], 0.75))
+        for row in steps[1:]:
+            unsure = max(max(FEW_SPREAD, row["spread"]) / np.sqrt(row["stays"]), MIN_SPREAD)
+            ratio, lost = row["pace"] / best, (1 - best / row["pace"]) * row["usual"]
+            if ratio >= max(SLOWER, np.exp(DEVIATIONS * unsure)) and row["rate"] <= rate / SLOWER and lost >= COST * row["whole"]:
+                text = (
+                    f"all engines took {ratio:.1f} times as long for a token in step {row['step']} as in the run's better steps"
+                )
+                advice = ENGINE_ADVICE.format(ratio=ratio, place="all engines", others="usual")
+                found.append(
+                    Finding(
+                        "slow_engines", job, row["step"], None, lost, text, advice, evidence={"times_slower": round(ratio, 3)}
+                    )
+                )
+    return [over_steps([f for f in found if f.job == job]) for job in dict.fromkeys(f.job for f in found)]
+
+
+UNEVEN, UNEVEN_ONCE = 1.6, 2.5  # times its peers' requests: over the run, and in a single step
+IN_GROUPS = 4.0  # the samples of a prompt may go to one replica together, which spreads their counts more
+UNEVEN_COST = 0.15
+UNEVEN_ADVICE = "let each request go to the replica with the fewest running, not to one by its prompt's name"
+
+
+def find_uneven_load(analysis: Analysis, odd: Collection[tuple[str, int | None]]) -> list[Finding]:
+    """One finding a job and replica that was given far more requests than its peers and was done later, though it was not slower
+    (`odd`: job and replica of those that were)."""
+    stays, of_step = analysis.engines.stays, ["job", "step"]
+    given = (
+        stays.sort("start").unique(["job", "step", "request_id"], keep="first", maintain_order=True).group_by(UNIT).len("given")
+    )
+    rows = given.join(stays.group_by(UNIT).agg(pl.col("end").max(), pl.col("start").min()), on=UNIT).with_columns(
+        pl.col("given").cast(pl.Int64), pl.len().over(of_step).alias("units"),
+        whole=pl.col("end").max().over(of_step) - pl.col("start").min().over(of_step),
+    )  # fmt: skip
+
+    def of_peers(column: str) -> pl.Expr:
+        """The middle of all, for it is hardly another one without the replica itself; the other one of two."""
+        two = pl.col(column).sum().over(of_step) - pl.col(column)
+        return pl.when(pl.col("units") == 2).then(two).otherwise(pl.col(column).median().over(of_step))
+
+    rows = (
+        rows.filter(pl.col("units") > 1).with_columns(usual=of_peers("given"), late=pl.col("end") - of_peers("end")).sort("step")
+    )
+    found = []
+    for (job, unit), own in rows.group_by("job", "unit", maintain_order=True):
+        bad = own.filter(pl.col("step").is_in(_given_more(own))) if (job, unit) not in odd else own.clear()
+        if bad.height:
+            found.append(_uneven(analysis, job, unit, bad))
+    return sorted(found, key=lambda finding: (finding.job, finding.replica or 0))
+
+
+def _given_more(own: pl.DataFrame) -> list[int]:
+    """Steps in which the replica got too much; all that it was late in, where it did so over the run."""
+
+    def far(times: float, given: float, others: float) -> bool:
+        return given >= times * others and given - others >= DEVIATIONS * np.sqrt(IN_GROUPS * (others + 1))
+
+    over = own.filter(pl.col("late") >= UNEVEN_COST * pl.col("whole"))
+    if over.height * 2 >= own.height >= 2 and far(UNEVEN, own["given"].sum(), own["usual"].sum()):
+        return over["step"].to_list()
+    return [step for step, given, usual in over.select("step", "given", "usual").rows() if far(UNEVEN_ONCE, given, usual)]
+
+
+def _uneven(analysis: Analysis, job: str, unit: int, bad: pl.DataFrame) -> Finding:
+    worst = bad.sort("late").row(-1, named=True)
+    where = analysis.engines.where(job, unit)
+    text = (
+        f"replica {unit} on {where['node']} was given {worst['given']} requests in step {worst['step']}, its peers "
+        f"{worst['usual']:.0f}; it was done {worst['late']:.1f} s after them"
+    )
+    evidence = {"requests": worst["given"], "of_peers": worst["usual"], "steps": bad["step"].to_list()}
+    cost = float(bad["late"].sum())
+    return Finding(
+        "uneven_load", job, worst["step"], None, worst["late"], text, UNEVEN_ADVICE, cost_s=cost, evidence=evidence, **where
+    )
+
+
+LONG_TAIL = 0.33  # four fifths of the requests were done within this part of the time
 LONG_LENGTHS = 0.60  # four fifths of the answers have no more than this part of the longest one's tokens
 MIN_REQUESTS = 20
 HEAVY = 0.15  # of the step

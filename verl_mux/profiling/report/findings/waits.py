@@ -4,14 +4,17 @@ work. Runs in the report; called by output/summary.py; pure.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import length
-from verl_mux.profiling.report.findings.finding import Finding, Place, chance, over_steps
+from verl_mux.profiling.report.findings.finding import Finding, Place, chance, named, over_steps
 from verl_mux.profiling.report.measures.analysis import Analysis, middle, was_let_in
 from verl_mux.profiling.report.measures.lease_times import Hold, Leases, shared_window
 
@@ -63,13 +66,15 @@ def find_part(analysis: Analysis, slow: list[Finding], part: str) -> list[Findin
     """`tool_wait` or `reward_wait`: single requests (from `slow`), jobs whose requests spend too much on it, or too unevenly."""
     kind = f"{part}_wait"
     single = [finding for finding in slow if finding.kind == kind]
-    seen = {(finding.job, finding.step, finding.request_id) for finding in single}
+    seen = named(single).rows()
     findings = list(single)
     for (job,), rows in analysis.finished.group_by("job", maintain_order=True):
-        names = {request for of, _, request in seen if of == job}
+        names = {name for of, _, name in seen if of == job}
         rest = rows.filter(~pl.col("request_id").is_in(list(names)))
         if rest.height >= MIN_REQUESTS and (rest[part] > 0).any():
-            findings += _of_job(job, rest, kind, part, _each(analysis, job, part, names), job not in analysis.unawaited)
+            findings += _of_job(
+                analysis.run.tables.calls, job, rest, kind, part, _each(analysis, job, part, names), job not in analysis.unawaited
+            )
     return findings
 
 
@@ -85,7 +90,9 @@ def _each(analysis: Analysis, job: str, part: str, without: set[str | None]) -> 
     return steps.select("step", "each", "upper", least=pl.coalesce(known.min(), pl.col("upper").min()))
 
 
-def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFrame, awaited: bool) -> list[Finding]:
+def _of_job(
+    calls: pl.DataFrame, job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFrame, awaited: bool
+) -> list[Finding]:
     """awaited: steps end with their last request. Where they do not, a call delays its own request alone, so it is measured by
     what requests take."""
     usual = float(each["each"].quantile(0.25, "lower"))
@@ -120,6 +127,8 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
         f"of {worst['total']:.1f} s"
     )
     evidence = {"share": round(share, 4), "steps": bad["step"].to_list()}
+    if kind == "tool_wait" and (tool := _worst_tool(calls.filter(pl.col("job") == job), evidence["steps"])):
+        evidence, text = evidence | {"tool": tool}, f"{text}; most of it tool {tool}"
     return [
         Finding(
             kind, job, worst["step"], worst["worker"], worst["cost"], text, ADVICE[part],
@@ -128,12 +137,128 @@ def _of_job(job: str, rows: pl.DataFrame, kind: str, part: str, each: pl.DataFra
     ]  # fmt: skip
 
 
+def _worst_tool(calls: pl.DataFrame, steps: list[int]) -> str | None:
+    """The tool that took most beyond its best step, in these steps."""
+    each = calls.drop_nulls("tool").group_by("tool", "step").agg(pl.col("seconds").median(), pl.len().alias("n"))
+    more = pl.col("n") * (pl.col("seconds") - pl.when(pl.col("step").is_in(steps).all().over("tool")).then(0.0).otherwise(
+        pl.col("seconds").min().over("tool")))  # fmt: skip
+    worst = each.with_columns(more.alias("more")).filter(pl.col("step").is_in(steps)).group_by("tool").agg(pl.col("more").sum())
+    return worst.sort("more", "tool")["tool"][-1] if worst.height else None
+
+
 def _not_by_chance(rows: pl.DataFrame, part: str, costly: pl.DataFrame) -> list[int]:
     """Of these steps, those whose longest calls the other steps' calls do not explain."""
     calls = rows.filter(pl.col(part) > 0)
     others = calls.filter(~pl.col("step").is_in(costly["step"].to_list()))[part].to_numpy()
     by_step = {step: calls.filter(pl.col("step") == step)[part].to_numpy() for step in costly["step"]}
     return [step for step, values in by_step.items() if chance(values, others) < BY_CHANCE]
+
+
+OF_ENGINES = ("the job's lease, in its engine,", "the way to an engine")  # parts of a stay
+PARTS = {
+    "preparing turns": (["pending", "preprocess"], "preprocessing"),
+    "the simulated user": (["interaction"], "slow_part"),
+    "what follows the answer": (["postprocess", "tool_parse", "tool_response", "finalize"], "slow_part"),
+    "what no event tells": (["other"], "slow_part"),
+    "rewards": (["reward"], "reward_wait"),
+}
+MIN_CALLS = 4  # of a worker in a step
+CALLS_SPREAD = 0.2  # of the logarithm, at least
+SURE = 5.0  # deviations of a median
+PART_ADVICE = (
+    "compare this {place} with the others: what else ran in its processes then, what it called, what held its event loop"
+)
+
+
+def find_uneven_parts(analysis: Analysis, gaps: Collection[Place], known: list[Finding]) -> list[Finding]:
+    """One finding a job and part of a request's time (a tool by its name) that took TIMES as long in a step as in its best, or on
+    a worker as on the others; not what `known` findings tell of that step already."""
+    told = {(f.job, f.kind, step) for f in known for step in f.evidence.get("steps", [f.step])}
+    told |= {(job, "slow_part", step) for job, step, _ in gaps}
+    rows, found = _part_rows(analysis), []
+    steps = analysis.by_step.select("job", "step", "total")
+    mean = analysis.finished.group_by("job", "step").agg(pl.col("seconds").mean().alias("mean"))
+    late = pl.when(pl.col("job").is_in(list(analysis.unawaited))).then("mean").otherwise("total")
+    whole = {
+        (job, step): seconds for job, step, seconds in steps.join(mean, on=["job", "step"]).select("job", "step", late).rows()
+    }
+    for (job, what, kind), calls in rows.group_by("job", "what", "kind", maintain_order=True):
+        by_step = _medians(calls, ["step"], MIN_REQUESTS)
+        by_worker = _medians(calls, ["step", "worker"], MIN_CALLS)
+        found += _uneven(job, what, kind, list(_beside_best(by_step)), whole, told)
+        found += _uneven(job, what, kind, list(_beside_workers(by_worker)), whole, told)
+    return [_of_engine(analysis, finding) if finding.evidence["part"] in OF_ENGINES else finding for finding in found]
+
+
+def _of_engine(analysis: Analysis, finding: Finding) -> Finding:
+    text = finding.text.replace("a request on worker", "a stay on replica")
+    return replace(finding, text=text, **{"worker": None, **analysis.engines.where(finding.job, finding.worker)})
+
+
+def _part_rows(analysis: Analysis) -> pl.DataFrame:
+    """job, step, worker, what, kind, seconds: of each request in its step, for each part that it has."""
+    key, finished = ["job", "step", "worker"], analysis.finished
+    # What a request does before its answer is of that step, what follows of its last step. Lost lines explain nothing.
+    raw = analysis.run.tables.requests.filter(~pl.col("validate"))
+    told = finished.filter((pl.col("engine") > 0) & (not analysis.run.faults.skipped))
+    of = {"what no event tells": told, "what follows the answer": finished}
+    frames = [
+        of.get(what, raw).select(
+            *key, pl.lit(what).alias("what"), pl.lit(kind).alias("kind"), pl.sum_horizontal(parts).alias("seconds")
+        ) for what, (parts, kind) in PARTS.items()
+    ]  # fmt: skip
+    held, way = (OF_ENGINES[0], "lease_wait", pl.col("held")), (OF_ENGINES[1], "slow_part", pl.col("way"))
+    frames += [
+        analysis.engines.stays.select(
+            "job", "step", pl.col("replica").alias("worker"), what=pl.lit(what), kind=pl.lit(kind), seconds=spent
+        ) for what, kind, spent in (held, way)
+    ]  # fmt: skip
+    tools = analysis.run.tables.calls.with_columns(
+        what=pl.format("tool {}", pl.col("tool").fill_null("call")), kind=pl.lit("tool_wait")
+    )
+    return pl.concat([*frames, tools.select(*key, "what", "kind", "seconds")]).filter(pl.col("seconds") > 0)
+
+
+def _medians(calls: pl.DataFrame, by: list[str], least: int) -> list[dict]:
+    logs = pl.col("seconds").log()
+    each = calls.group_by(by).agg(
+        pl.len().alias("calls"), pl.col("seconds").median(), (1.4826 * (logs - logs.median()).abs().median()).alias("spread")
+    )  # fmt: skip
+    return each.filter(pl.col("calls") >= least).sort(by).rows(named=True)
+
+
+def _is_longer(row: dict, usual: float) -> bool:
+    unsure = SURE * max(row["spread"], CALLS_SPREAD) * 1.25 / row["calls"] ** 0.5
+    return row["seconds"] >= TIMES * usual and math.log(row["seconds"] / usual) >= unsure
+
+
+def _beside_best(steps: list[dict]) -> Iterator[tuple[dict, float]]:
+    """Rows of steps that took longer, and what is usual: what breaks early and stays is in most steps."""
+    best = min((row["seconds"] for row in steps), default=0.0)
+    yield from ((row | {"worker": None}, best) for row in steps if _is_longer(row, best))
+
+
+def _beside_workers(places: list[dict]) -> Iterator[tuple[dict, float]]:
+    for _, here in itertools.groupby(places, key=lambda row: row["step"]):
+        rows = list(here)
+        most = max(rows, key=lambda row: row["seconds"])
+        others = [row["seconds"] for row in rows if row is not most]
+        if len(others) >= 2 and most["seconds"] > max(others) and _is_longer(most, middle(others)):
+            yield most, middle(others)
+
+
+def _uneven(job: str, what: str, kind: str, longer: list[tuple[dict, float]], whole: dict, told: set) -> list[Finding]:
+    by_worker: dict[int | None, list[Finding]] = defaultdict(list)
+    for row, usual in longer:
+        step, more = row["step"], row["seconds"] - usual
+        if more < max(COST_OF_STEP * whole.get((job, step), math.inf), LEAST_S) or (job, kind, step) in told:
+            continue
+        place = f"worker {row['worker']}" if row["worker"] is not None else f"step {step}"
+        text = f"{what} took {row['seconds']:.1f} s a request on {place}, {usual:.2g} s is usual"
+        evidence = {"part": what, "requests": row["calls"]} | ({"tool": what[5:]} if kind == "tool_wait" else {})
+        advice = PART_ADVICE.format(place=place.split()[0])
+        by_worker[row["worker"]].append(Finding(kind, job, step, row["worker"], more, text, advice, evidence=evidence))
+    return [over_steps(found) for found in by_worker.values()]
 
 
 def find_lease_wait(analysis: Analysis) -> list[Finding]:
@@ -273,11 +398,15 @@ def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict
     thrown = analysis.spans.filter(pl.col("event") == events.ENGINE_RETRACT).group_by(place).agg(
         out=pl.col("requests").fill_null(1).sum(), out_s=span
     )  # fmt: skip
-    stays = analysis.engines.stays.group_by(of_replica).len("stays")
+    stays = analysis.engines.stays.group_by(of_replica).agg(
+        pl.len().alias("stays"), pl.col("retractions").sum().alias("retractions")
+    )
+    counted = analysis.engines.counters.group_by(of_replica).agg(pl.col("retracted").sum())
     queues = [key for key, part in analysis.engines.queue_parts.items() if part >= QUEUED]
     queueing = pl.DataFrame(queues, {name: reports.schema[name] for name in place}, orient="row").with_columns(queues=True)
     rows = reports.join(thrown, on=place, how="full", coalesce=True, nulls_equal=True)
-    for more in (held, stays, queueing):
+    rows = rows.join(stays, on=place, how="full", coalesce=True, nulls_equal=True)
+    for more in (held, counted, queueing):
         rows = rows.join(more, on=place, how="left")
     rows = rows.with_columns(pl.col("queues").fill_null(False), pl.exclude(*place, "queues").fill_null(0))
     # Counters show requests that wait for nothing but KV cache; they count only where stays queued too.
@@ -286,9 +415,10 @@ def starved_places(analysis: Analysis) -> dict[tuple[str, int | None, int], dict
         starved=pl.when(by_forecast).then("held").otherwise("starved"),
         seconds=pl.max_horizontal(pl.when(by_forecast).then("held_s").otherwise("seconds"), "out_s"),
     )
+    rows = rows.with_columns(out=pl.max_horizontal("out", "retracted", "retractions"))
     # Where stays queued, fewer reports are enough.
     enough = (pl.col("reports") >= MIN_REPORTS) | pl.col("queues") & (pl.col("starved") > 0)
-    short = enough & (pl.col("starved") >= STARVED * pl.col("reports"))
+    short = enough & (pl.col("starved") >= STARVED * pl.col("reports")) & (pl.col("reports") > 0)
     short |= pl.col("out") >= (THROWN_OUT * pl.col("stays")).clip(MIN_OUT)
     columns = ["reports", "starved", "out", "seconds"]
     found = rows.filter(short).select(*place, *columns).rows()

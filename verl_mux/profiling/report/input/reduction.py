@@ -4,6 +4,7 @@
 
 requests  a row a request: start, end, status, turns, tokens, seconds of each part
 turns     a row a turn of a request: seconds of its parts, when its engine call ended
+calls     a row a request and tool that it called: seconds of all its calls, how many, the end of the last
 stays     a row a stay of a request in an engine, once as its caller and once as the engine's server saw it
 totals    a row per job, role, step, worker and event: count, seconds, the longest, tokens
 spans     a row per event that no request owns, with fields of `extra`: phases, leases, sync, sleep, wake, memory, ...
@@ -66,6 +67,7 @@ class Extra(msgspec.Struct, gc=False):
     finish: str | None = None
     finish_reason: str | None = None
     retractions: Small | None = None
+    retracted: Small | None = None
     requests: Int | None = None
     tool: str | None = None
     score: float | None = None
@@ -78,6 +80,7 @@ class Extra(msgspec.Struct, gc=False):
     path: str | None = None
     reason: str | None = None
     error: str | None = None
+    host: str | None = None
 
     @property
     def request_name(self) -> str | None:
@@ -121,6 +124,7 @@ NO_EXTRA = Extra()
 REQUEST_KEY = ["job", "step", "worker", "request_id"]
 TOTAL_KEY = ["job", "role", "step", "worker", "event", "of_request"]
 PARTS = list(dict.fromkeys(events.REQUEST_PARTS.values()))
+_TIMES = ["turn", "stay", "start", "end", "seconds", "tokens"]
 TURN_PARTS = ["engine", "preprocess", "tool_parse", "tool", "tool_response", "interaction", "postprocess"]
 
 
@@ -130,10 +134,10 @@ def _columns(kind: Any, *names: str, **renamed: str) -> dict[str, tuple[Any, str
 
 # Columns read from extra: column -> (type, field of Extra).
 SPAN_EXTRA = {
-    **_columns(pl.String, "phase", "pool", "node", "tag", "side", "mode", "path", of_job="job"),
+    **_columns(pl.String, "phase", "pool", "node", "tag", "side", "mode", "path", "reason", "host", of_job="job"),
     **_columns(pl.Float64, "bytes", "node_bytes", "running", "queued", "token_usage", "tokens_per_sec", "prefill_tokens_per_sec"),
     **_columns(pl.Float64, "reward"),
-    **_columns(pl.Int64, "version", "replica", "requests", launched="total_requests", wanted="target_completion"),
+    **_columns(pl.Int64, "version", "replica", "requests", "retracted", launched="total_requests", wanted="target_completion"),
     **_columns(pl.List(pl.String), "keys", nodes="node_names"),
 }
 STAY_EXTRA = {
@@ -154,6 +158,7 @@ REQUEST_MERGE = _merged(
     max="last last_event completed aborted seconds turns final_tokens reward_end score prompt_id failed",
     any="validate",
 )
+CALL_MERGE = _merged(max="end", sum="seconds calls")
 TURN_MERGE = _merged(max="engine_end", sum=" ".join(["turn_tokens", *TURN_PARTS]))
 _TOTAL_MERGE = _merged(sum="count seconds tokens", max="longest last", min="first")
 
@@ -164,6 +169,7 @@ class Tables:
 
     requests: pl.DataFrame
     turns: pl.DataFrame
+    calls: pl.DataFrame
     totals: pl.DataFrame
     spans: pl.DataFrame
     stays: pl.DataFrame
@@ -174,6 +180,7 @@ class Tables:
         return cls(
             _merge([part.requests for part in parts], REQUEST_KEY, REQUEST_MERGE),
             _merge([part.turns for part in parts], [*REQUEST_KEY, "turn"], TURN_MERGE),
+            _merge([part.calls for part in parts], [*REQUEST_KEY, "tool"], CALL_MERGE),
             _merge([part.totals for part in parts], TOTAL_KEY, _TOTAL_MERGE),
             pl.concat([part.spans for part in parts]),
             pl.concat([part.stays for part in parts]),
@@ -193,7 +200,7 @@ def reduce_events(frame: pl.DataFrame, lines: list[Line]) -> Tables:
     owned = frame.filter(pl.col("request_id").is_not_null() & (pl.col("role") != "server"))
     owned = owned.with_columns(pl.col("event").replace_strict(events.REQUEST_PARTS, default=None).alias("part"))
     stays = _stays(frame, lines)
-    return Tables(_requests(owned, lines), _turns(owned), _totals(frame), _spans(frame, lines), stays)
+    return Tables(_requests(owned, lines), _turns(owned), _calls(owned, lines), _totals(frame), _spans(frame, lines), stays)
 
 
 def _of(column: str, part: str) -> pl.Expr:
@@ -259,15 +266,25 @@ def _turns(owned: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _calls(owned: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
+    named = _with_extra(owned.filter(pl.col("part") == "tool"), lines, _columns(pl.String, "tool"))
+    return named.group_by([*REQUEST_KEY, "tool"]).agg(pl.col("end").max(), pl.col("seconds").sum(), calls=pl.len().cast(pl.Int64))
+
+
 def _stays(frame: pl.DataFrame, lines: list[Line]) -> pl.DataFrame:
-    """`seen_by`: "rollout" or "server". `tokens`: generated in the stay."""
-    called = (pl.col("role") == "rollout") & (pl.col("event") == events.TURN_ENGINE_CALL)
-    served = (pl.col("role") == "server") & (pl.col("event") == events.ENGINE_GENERATE)
-    found = frame.filter(pl.col("request_id").is_not_null() & pl.col("stay").is_not_null() & (called | served))
-    kept = found.select(
-        *REQUEST_KEY, pl.col("role").alias("seen_by"), "turn", "stay", "start", "end", "seconds", "tokens", "line"
-    )
-    return _with_extra(kept, lines, STAY_EXTRA)
+    """`seen_by`: "rollout", "server", or "queue": a wait that its stay does not count. `tokens`: generated in the stay."""
+    served = pl.col("event") == events.ENGINE_GENERATE
+    called = (pl.col("event") == events.TURN_ENGINE_CALL) & (pl.col("role") != "server")
+    waited = pl.col("event") == events.ENGINE_QUEUE
+    seen_by = pl.when(served).then(pl.lit("server")).when(called).then(pl.lit("rollout")).otherwise(pl.lit("queue"))
+    nameless = pl.when(served).then(pl.format("? {} {}", "worker", "end"))  # a server that logs no names of requests
+    found = frame.filter(called | served | waited).with_columns(
+        pl.coalesce("request_id", nameless).alias("request_id"), seen_by.alias("seen_by")
+    ).filter(pl.col("request_id").is_not_null())  # fmt: skip
+    kept = _with_extra(found.select(*REQUEST_KEY, "seen_by", *_TIMES, "line"), lines, STAY_EXTRA)
+    queues = kept.filter(seen_by="server")["queue"]
+    own = (pl.col("seen_by") != "queue") | (queues.len() == 0 or queues.null_count() > 0)
+    return kept.filter(own & ((pl.col("seen_by") != "rollout") | pl.col("replica").is_not_null() | pl.col("stay").is_not_null()))
 
 
 def _totals(frame: pl.DataFrame) -> pl.DataFrame:
@@ -306,7 +323,8 @@ def told_apart(tables: Tables) -> Tables:
     for label, first in tables.totals.group_by("job").agg(pl.col("first").min()).sort("first").rows():
         runs.setdefault(label.partition(_MARK)[0], []).append((first, label))
     numbered = {
-        job: [f"{job} (run {n})" for n, _ in enumerate(began, 1)] if len(began) > 1 else [job] for job, began in runs.items()
+        job: [f"{job} (run {n})".lstrip() for n, _ in enumerate(began, 1)] if len(began) > 1 else [job]
+        for job, began in runs.items()
     }
     names = {label: name for job, began in runs.items() for (_, label), name in zip(began, numbered[job], strict=True)}
     frames = {field.name: getattr(tables, field.name) for field in fields(tables)}
@@ -353,7 +371,7 @@ def make_requests(tables: Tables, turns: pl.DataFrame) -> pl.DataFrame:
         .alias("finalize"),
         _turn_count(tables, turns).alias("turns"),
     )
-    own = (pl.col("stays") > 0) & pl.col("at_work").is_not_null()
+    own = ((pl.col("stays") > 0) | (pl.col("parked") > 0)) & pl.col("at_work").is_not_null()
     frame = frame.with_columns(
         pl.when(own).then((pl.coalesce("seconds", pl.col("end") - pl.col("start")) - pl.col("parked")).clip(0.0)).otherwise(
             pl.coalesce("seconds", pl.col("end") - pl.col("start"))
@@ -400,37 +418,68 @@ _FIGURES = ["replica", "node", "queue", "held", "prefill", "decode", "retraction
 
 def make_stays(tables: Tables) -> pl.DataFrame:
     """A row a stay, in order of its end: STAY_KEY, worker (the agent loop's, null if only the server logged it), turn,
-    start, end, seconds, tokens, cut (it was no end of its turn), _FIGURES; null where neither side says so.
+    start, end, seconds, tokens, cut (it was no end of its turn), way (seconds that its caller waited beyond its server's),
+    _FIGURES; null where neither side says so.
 
     Times are the engine's where its server logged the stay, else its caller's.
     """
-    both = tables.stays.with_columns(
+    both = numbered_stays(tables.stays).with_columns(
         pl.when(pl.col("seen_by") == "rollout").then("worker").alias("worker"),
         (pl.coalesce("finish_reason", "finish") == "abort").alias("cut"),
-        pl.coalesce("replica", pl.when(pl.col("seen_by") == "server").then("worker")).alias("replica"),
+        pl.coalesce("replica", pl.when(pl.col("seen_by") != "rollout").then("worker")).alias("replica"),
     )
     first = [pl.col(name).drop_nulls().first() for name in ("worker", *_FIGURES)]
     times = [pl.col(name).first() for name in ("turn", "start", "end", "seconds", "tokens")]
-    # "server" is sorted before "rollout" below, so that the engine's own times stand first.
-    stays = both.sort("seen_by", descending=True).group_by(STAY_KEY, maintain_order=True).agg(*times, *first, pl.col("cut").any())
-    return stays.sort("end", *STAY_KEY)
+    waits = pl.col("seconds").filter(pl.col("seen_by") == "queue")
+    waited = pl.when(waits.len() > 0).then(waits.sum()).alias("waited")
+    called = pl.col("seconds").filter(pl.col("seen_by") == "rollout").first()
+    way = called - pl.col("seconds").filter(pl.col("seen_by") == "server").first()
+    # Sorted so below that the engine's own times stand first, then the caller's.
+    stays = both.sort("seen_by", descending=True).group_by(STAY_KEY, maintain_order=True).agg(
+        *times, *first, pl.col("cut").any(), waited, way.alias("way"), pl.col("seen_by").first()
+    ).filter(pl.col("seen_by") != "queue")  # fmt: skip
+    return stays.with_columns(pl.coalesce("queue", "waited").alias("queue")).drop("waited", "seen_by").sort("end", *STAY_KEY)
+
+
+UNNUMBERED = 0.01  # of a job's stays: then none of its numbers is believed
+
+
+def numbered_stays(stays: pl.DataFrame) -> pl.DataFrame:
+    """Jobs that do not number their stays: a stay is then a turn, or a part of one, in order of time."""
+    unknown = pl.col("stay").is_null() & (pl.col("seen_by") != "queue")
+    if stays.filter(unknown).is_empty():
+        return stays.filter(pl.col("stay").is_not_null())
+    stays = stays.with_columns((unknown.mean() > UNNUMBERED).over("job").alias("by_turn")).filter(
+        pl.col("by_turn") | pl.col("stay").is_not_null()
+    )
+    side, turn = ["job", "step", "request_id", "seen_by", "turn"], pl.col("turn").fill_null(0).cast(pl.Int64)
+    part = pl.when(pl.col("seen_by") == "queue").then(1).otherwise(pl.col("end").rank("ordinal").over(side))
+    return stays.with_columns(pl.when("by_turn").then(1000 * turn + part).otherwise("stay").cast(pl.Int64).alias("stay"))
 
 
 def over_steps(tables: Tables) -> Tables:
     """The same tables; a request that ran in several steps belongs, with its turns, to the step in which it ended.
 
-    Only of jobs that log stays: in other logs a request's name may come again in another step.
+    In logs without stays a name may come again in another step, for another request: one request has one end, in its last step,
+    or is cut off in all. Where its parked time is not logged, it is the time between its steps.
     """
-    logs_stays = (pl.col("stays") > 0).any().over("job")
-    spread = tables.requests.filter(logs_stays).group_by("job", "request_id").agg(
-        pl.len().alias("steps"), pl.col("step").max().alias("last_step"), pl.col("worker").last().alias("last_worker"),
-    ).filter(pl.col("steps") > 1).drop("steps")  # fmt: skip
+    completed, cut = pl.col("completed").is_not_null(), pl.col("aborted").is_not_null()
+    of_one = (completed.sum() == 1) & completed.sort_by("step").last() | ~completed.any() & cut.all()
+    spread = tables.requests.group_by("job", "request_id").agg(
+        pl.len().alias("steps"), pl.col("step").max().alias("last_step"),
+        pl.col("worker").sort_by("step").last().alias("last_worker"),
+        ((pl.col("stays") > 0).any() | of_one).alias("one"),
+    ).filter((pl.col("steps") > 1) & pl.col("one")).drop("steps", "one")  # fmt: skip
     if spread.is_empty():
         return tables
     requests = _moved(tables.requests.with_columns(pl.col("step").alias("of_step")), spread)
     # A request counts for its last step from when it went on there.
-    merged = REQUEST_MERGE | {"at_work": pl.col("at_work").filter(pl.col("of_step") == pl.col("step")).min()}
-    whole = requests.group_by(REQUEST_KEY).agg(**merged).select(tables.requests.columns)
+    last_start = pl.col("at_work").filter(pl.col("of_step") == pl.col("step")).min()
+    between = (pl.col("at_work") - pl.col("last").shift()).clip(0.0).sum()
+    reaches_back = pl.col("completed").max() - pl.col("seconds").max() < last_start - 1.0
+    parked = pl.when((pl.col("parked").sum() == 0) & reaches_back).then(between).otherwise(pl.col("parked").sum())
+    merged = REQUEST_MERGE | {"at_work": last_start, "parked": parked}
+    whole = requests.sort("of_step").group_by(REQUEST_KEY, maintain_order=True).agg(**merged).select(tables.requests.columns)
     turns = _moved(tables.turns, spread).group_by([*REQUEST_KEY, "turn"]).agg(**TURN_MERGE)
     return replace(tables, requests=whole, turns=turns.select(tables.turns.columns))
 

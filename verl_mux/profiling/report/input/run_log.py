@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from multiprocessing import get_context
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +27,9 @@ import numpy as np
 import polars as pl
 
 from verl_mux.profiling.plain.lines import LogFile, printable
+from verl_mux.profiling.report.input.clocks import aligned
 from verl_mux.profiling.report.input.reduction import NO_EXTRA, Extra, Line, Tables, marked, reduce_events, told_apart
+from verl_mux.profiling.report.input.restarts import sorted_out
 
 MAX_LINE_BYTES = 2**20
 PIECE_BYTES = 64 * 2**20  # of the files that one process reduces at a time
@@ -40,6 +43,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _EXTRA_TYPES = {field.name: field.type for field in msgspec.structs.fields(Extra)}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+Restarts = dict[str, list[float]]
 Where = Callable[[int], str]  # a row's `line` -> the place that a message names
 # column -> (type, attribute of Line or of Extra)
 _LINE_COLUMNS: dict[str, tuple[Any, str]] = {
@@ -102,14 +106,21 @@ def read_files(
 
     With more than one process, call it below `if __name__ == "__main__"`, as multiprocessing asks.
     """
-    run = RunLog(Path(directory), _tables([], Faults()), files)
+    files, again = sorted_out(files)
+    run = RunLog(Path(directory), _tables([], Faults(), {}), files)
     parts = []
-    for size, tables, faults in _reduced(_shares(files), processes):
+    for size, tables, faults in _reduced(_shares(files), processes, again):
         parts.append(tables)
         run.faults.add(faults)
         advance(size)
     if parts:
-        run.tables = told_apart(Tables.merge(parts))
+        run.tables, ahead = aligned(told_apart(Tables.merge(parts)))
+        for (job, role, worker), by in sorted(ahead.items()):
+            name = {"rollout": "worker", "server": "replica"}[role]
+            run.faults.notice(
+                f"clock of {name} {worker} {abs(by):.0f} s {'ahead' if by > 0 else 'behind'}: its times were moved",
+                job or str(directory),
+            )
     return run
 
 
@@ -126,18 +137,18 @@ def _shares(files: list[LogFile]) -> list[list[LogFile]]:
     return shares
 
 
-def _reduced(shares: list[list[LogFile]], processes: int) -> Iterator[tuple[int, Tables, Faults]]:
+def _reduced(shares: list[list[LogFile]], processes: int, again: Restarts) -> Iterator[tuple[int, Tables, Faults]]:
     """(bytes read, tables, faults) of each share."""
     sizes = [sum(file.size for file in share) for share in shares]
     if processes < 2 or sum(sizes) < PARALLEL_BYTES:
-        yield from ((size, *_reduce(share)) for size, share in zip(sizes, shares, strict=True))
+        yield from ((size, *_reduce(share, again)) for size, share in zip(sizes, shares, strict=True))
         return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:  # polars does not survive a fork
-        for size, (tables, faults) in zip(sizes, pool.map(_reduce, shares), strict=True):
+        for size, (tables, faults) in zip(sizes, pool.map(partial(_reduce, again=again), shares), strict=True):
             yield size, tables, faults
 
 
-def _reduce(share: list[LogFile]) -> tuple[Tables, Faults]:
+def _reduce(share: list[LogFile], again: Restarts) -> tuple[Tables, Faults]:
     faults = Faults()
     parts: list[Tables] = []
     blocks: list[Block] = []
@@ -145,15 +156,15 @@ def _reduce(share: list[LogFile]) -> tuple[Tables, Faults]:
         # A clock is judged by its whole file, unless that is too large.
         may_cut = blocks and (blocks[-1].file != block.file or block.file.size > WHOLE_BYTES)
         if may_cut and sum(len(before.lines) for before in blocks) >= PIECE_LINES:
-            parts.append(_tables(blocks, faults))
+            parts.append(_tables(blocks, faults, again))
             blocks = []
         blocks.append(block)
-    parts.append(_tables(blocks, faults))
+    parts.append(_tables(blocks, faults, again))
     return Tables.merge(parts), faults
 
 
-def _tables(blocks: list[Block], faults: Faults) -> Tables:
-    return reduce_events(_to_frame(blocks, faults), [line for block in blocks for line in block.lines])
+def _tables(blocks: list[Block], faults: Faults, again: Restarts) -> Tables:
+    return reduce_events(_to_frame(blocks, faults, again), [line for block in blocks for line in block.lines])
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,7 @@ def _reason(logged: dict, message: str) -> str:
     return f"negative {key}" if negative else f"wrong type: {key}"
 
 
-def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
+def _to_frame(blocks: list[Block], faults: Faults, again: Restarts) -> pl.DataFrame:
     """A row an event, files in order: the columns above, with `end` (epoch seconds) for `timestamp`.
 
     `line` is the row's index among all lines of the blocks; `job` is marked with its run (`marked`). Local time is read as UTC,
@@ -302,6 +313,10 @@ def _to_frame(blocks: list[Block], faults: Faults) -> pl.DataFrame:
         index,
         pl.int_range(pl.len()).alias("line"),
     )
+    for job, began in again.items():
+        number = sum((pl.col("end") >= time).cast(pl.Int64) for time in began)
+        unsaid = (pl.col("job") == job) & pl.col("run").is_null()
+        frame = frame.with_columns(pl.when(unsaid).then(pl.lit("#") + number.cast(pl.String)).otherwise("run").alias("run"))
     frame = frame.with_columns(marked("job", "run")).drop("run", "timestamp")
     return mend(_drop_impossible(frame, where, faults), files, where, faults).drop("file")
 

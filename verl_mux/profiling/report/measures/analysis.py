@@ -116,14 +116,12 @@ def busy() -> pl.Expr:
 
 
 def with_unit(frame: pl.DataFrame, stays: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """`frame` with the column `unit`: the replica of the longest stay of each `key`; `worker` where no stay says it."""
+    """`frame` with the columns `replica`, of the longest stay of each `key`, and `unit`: that, else `worker`."""
     known = stays.filter(pl.col("replica").is_not_null())
-    if known.is_empty():
-        return frame.with_columns(pl.col("worker").alias("unit"))
     known = known.with_columns(pl.col("turn").cast(frame.schema["turn"])) if "turn" in key else known
-    longest = known.sort("seconds").group_by(key).agg(pl.col("replica").last().alias("unit"))
+    longest = known.sort("seconds").group_by(key).agg(pl.col("replica").last())
     return frame.join(longest, on=key, how="left", maintain_order="left").with_columns(
-        pl.coalesce("unit", "worker").alias("unit")
+        pl.coalesce("replica", "worker").alias("unit")
     )
 
 
@@ -296,6 +294,29 @@ class Analysis:
     def turns(self) -> pl.DataFrame:
         """With `unit`, as of requests."""
         return with_unit(self._turns, self.stays, ["job", "request_id", "turn"])
+
+    @cached_property
+    def worked(self) -> pl.DataFrame:
+        """What engines worked at, by UNIT: request_id, part (stay or turn), start, end, work (seconds), tokens, pace (seconds a
+        token), held. Stays in engines; of jobs that name none, the turns of each worker; without those, whole requests where none
+        was cut off (but of no job whose steps do not wait for them). Where a job logs no tokens, each counts as one.
+        """
+        columns = [*UNIT, "request_id", "part", "start", "end", "work", "tokens", "pace", "held"]
+        engines, requests = self.engines, self.requests
+        unnamed = ~pl.col("job").is_in([*engines.jobs, *self.unawaited])
+        turns = self.turns.filter(unnamed & (pl.col("engine") > 0))
+        turns = turns.with_columns(start=pl.col("end") - pl.col("engine"), work="engine", part="turn")
+        cut = pl.any_horizontal(pl.col("status") == "aborted", pl.col("parked") > 0).any().over("job")
+        without_turns = ~cut & unnamed & ~pl.col("job").is_in(list(set(turns["job"])))
+        whole = finished(requests.filter(without_turns)).with_columns(
+            work=pl.col("seconds") - pl.sum_horizontal("tool", "reward"), part=1
+        )
+        rows = [engines.stays.with_columns(part="stay"), *(frame.with_columns(held=0.0) for frame in (turns, whole))]
+        counts = (pl.col("tokens") > 0).any().over("job")
+        tokens = pl.when(counts).then("tokens").otherwise(1)
+        pace = pl.when((tokens >= MIN_TOKENS) | ~counts).then(pl.col("work") / tokens)
+        rows = [frame.with_columns(tokens=tokens, pace=pace).select(columns) for frame in rows]
+        return pl.concat(rows, how="vertical_relaxed").filter(pl.col("tokens") > 0)
 
     @cached_property
     def engines(self) -> Engines:

@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import Interval, clip, length, throughput_ratio
 
+AWAY, AWAY_S = 5.0, 600.0  # longest phases, and seconds, without any work: the time between two runs is no bubble
 MARK_SLACK = 0.1  # seconds: a segment's first lease may be logged as begun a little before the segment's mark
 LONGER = 0.75  # quantile of a job's phases
 WORK = set(events.POOL_OF_PHASE)  # `init` is not work that a pool is paid for
@@ -145,7 +147,14 @@ def _segments(coordinator: pl.DataFrame, holds: list[Hold]) -> list[Segment]:
         return []
     first, last = work[0].start, max(hold.end for hold in work)
     marks = coordinator.filter(pl.col("event") == events.SEGMENT).sort("end").select("end", "mode").rows()
-    marks = [(first, None)] + [(at - MARK_SLACK, mode) for at, mode in marks if first < at - MARK_SLACK < last] + [(last, None)]
+    last_end = np.maximum.accumulate([hold.end for hold in work])
+    away = max(AWAY * max(hold.seconds for hold in work), AWAY_S)
+    marks += [(hold.start, None) for hold, end in zip(work[1:], last_end[:-1], strict=True) if hold.start - end > away]
+    marks = (
+        [(first, None)]
+        + [(at - MARK_SLACK, mode) for at, mode in sorted(marks, key=itemgetter(0)) if first < at - MARK_SLACK < last]
+        + [(last, None)]
+    )
     segments = []
     for index, ((start, mode), (end, _)) in enumerate(itertools.pairwise(marks)):
         inside = [hold for hold in work if start <= hold.start < end]

@@ -38,6 +38,13 @@ def _blocks(summary: dict[str, Any], directory: str) -> Iterator[RenderableType]
     for table in (*(make(summary) for make in before), *engines, *(make(summary) for make in after)):
         if table is not None:
             yield Padding(table, (1, 0, 0, 0))
+    if read["missing"]:
+        yield Padding(Group(Text("What this log does not tell", style="bold"), *map(_missing, read["missing"])), (1, 0, 0, 0))
+
+
+def _missing(entry: dict[str, Any]) -> Text:
+    of = f" (jobs {', '.join(entry['jobs'])})" if any(entry["jobs"]) else ""
+    return Text(f"  {entry['what']}{of}: {entry['needs']} would tell; {entry['so']}.")
 
 
 def _count(number: int, what: str) -> str:

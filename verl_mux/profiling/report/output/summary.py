@@ -16,12 +16,13 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.step_metrics import QUANTILES
-from verl_mux.profiling.report.findings import slow_requests, stalls, stragglers, unended, waits
-from verl_mux.profiling.report.findings.finding import Finding, Gap, Place
-from verl_mux.profiling.report.input.reduction import REQUEST_KEY, SHOWN_PARTS
+from verl_mux.profiling.report.findings import slow_requests, stalls, step_parts, stragglers, unended, waits
+from verl_mux.profiling.report.findings.finding import NAME, Finding, Gap, Place, named
+from verl_mux.profiling.report.input.reduction import SHOWN_PARTS
 from verl_mux.profiling.report.input.run_log import Faults
 from verl_mux.profiling.report.measures.analysis import Analysis, busy, event_share
 from verl_mux.profiling.report.measures.lease_times import Leases, shared_window, throughput
+from verl_mux.profiling.report.measures.missing import missing
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,42 @@ class Sifted:
         return slow_requests.find(self.analysis, self.stalls, self.starved)
 
     @cached_property
+    def paces(self) -> pl.DataFrame:
+        return stragglers.paces(self.analysis)
+
+    def of_requests(self, *kinds: str) -> list[Finding]:
+        return [finding for finding in self.slow if finding.kind in kinds]
+
+    @cached_property
+    def calls(self) -> dict[str, list[Finding]]:
+        return {part: waits.find_part(self.analysis, self.slow, part) for part in waits.SHARES}
+
+    @cached_property
+    def preprocessing(self) -> list[Finding]:
+        return [*stragglers.find_preprocessing(self.analysis), *self.of_requests("preprocessing")]
+
+    @cached_property
+    def _uneven_parts(self) -> list[Finding]:
+        known = [*self.slow, *self.preprocessing, *(finding for part in self.calls.values() for finding in part)]
+        return waits.find_uneven_parts(self.analysis, self.stalls, known)
+
+    def uneven_parts(self, kind: str) -> list[Finding]:
+        return [finding for finding in self._uneven_parts if finding.kind == kind]
+
+    @cached_property
     def slow_engines(self) -> list[Finding]:
-        return stragglers.find_engines(self.analysis, self.stalls, self.starved)
+        return stragglers.find(self.analysis, self.paces, self.stalls, self.starved)
+
+    @cached_property
+    def odd_engines(self) -> set[tuple[str, int | None]]:
+        """Job and replica, or worker where the log knows no engines, of those that are findings themselves."""
+        units = {(f.job, f.worker if f.replica is None else f.replica) for f in self.slow_engines}
+        return units | {(f.job, replica) for f in self.slow_engines for replica in f.evidence.get("replicas", ())}
 
     @cached_property
     def of_even_engines(self) -> pl.DataFrame:
         """`ordinary`, without what ran on engines that are findings themselves: the shape of the rest is the lengths'."""
-        odd = {(f.job, replica) for f in self.slow_engines for replica in f.evidence.get("replicas", [f.replica])}
-        rows = pl.DataFrame(list(odd), {"job": pl.String, "unit": pl.Int64}, orient="row")
+        rows = pl.DataFrame(list(self.odd_engines), {"job": pl.String, "unit": pl.Int64}, orient="row")
         return self.ordinary.join(rows, on=["job", "unit"], how="anti", maintain_order="left")
 
     @cached_property
@@ -61,8 +90,7 @@ class Sifted:
     @cached_property
     def ordinary(self) -> pl.DataFrame:
         """Finished requests without the slow ones, and with the stalls cut out of time."""
-        slow = slow_requests.requests_of(self.slow, self.analysis)
-        rest = self.analysis.finished.join(slow, on=REQUEST_KEY, how="anti", maintain_order="left")
+        rest = self.analysis.finished.join(named(self.slow), on=list(NAME), how="anti", maintain_order="left")
         for (job, step, unit), gap in self.stalls.items():
             here = (pl.col("job") == job) & (pl.col("step") == step) & (pl.col("unit") == unit)
             after = here & (pl.col("end") >= gap.end)
@@ -73,19 +101,24 @@ class Sifted:
 # what looks for it -> the kinds it may find
 DETECTORS: dict[Callable[[Sifted], list[Finding]], tuple[str, ...]] = {
     lambda run: stalls.find(run.stalls, run.analysis.engines): ("silent_gap",),
-    lambda run: [f for f in run.slow if f.kind in ("slow_turn", "slow_request")]: ("slow_turn", "slow_request"),
-    lambda run: [*stragglers.find_workers(run.analysis, run.ordinary), *run.slow_engines]: ("straggler",),
-    lambda run: stragglers.find_long_tail(run.awaited): ("long_tail",),
-    lambda run: stragglers.find_preprocessing(run.analysis): ("preprocessing",),
-    lambda run: unended.find_failed(run.analysis): ("failed_requests",),
+    lambda run: run.of_requests("slow_turn", "slow_request"): ("slow_turn", "slow_request"),
+    lambda run: [*run.of_requests("slow_part"), *run.uneven_parts("slow_part")]: ("slow_part",),
+    lambda run: run.slow_engines: ("straggler",),
+    lambda run: stragglers.find_slow_engines(run.paces, {*run.stalls, *run.starved}): ("slow_engines",),
+    lambda run: stragglers.find_uneven_load(run.analysis, run.odd_engines): ("uneven_load",),
+    lambda run: stragglers.find_long_tail(run.awaited) or run.of_requests("long_tail"): ("long_tail",),
+    lambda run: [*run.preprocessing, *run.uneven_parts("preprocessing")]: ("preprocessing",),
+    lambda run: unended.find_failed(run.analysis) or unended.find_given_up(run.analysis): ("failed_requests",),
     lambda run: unended.find_endless(run.analysis): ("endless_request",),
     lambda run: waits.find_queueing(run.analysis, run.starved): ("queueing",),
-    lambda run: waits.find_part(run.analysis, run.slow, "tool"): ("tool_wait",),
-    lambda run: waits.find_part(run.analysis, run.slow, "reward"): ("reward_wait",),
-    lambda run: waits.find_lease_wait(run.analysis): ("lease_wait",),
+    lambda run: [*run.calls["tool"], *run.uneven_parts("tool_wait")]: ("tool_wait",),
+    lambda run: [*run.calls["reward"], *run.uneven_parts("reward_wait")]: ("reward_wait",),
+    lambda run: waits.find_lease_wait(run.analysis) or run.uneven_parts("lease_wait"): ("lease_wait",),
     lambda run: waits.find_kv_starvation(run.analysis): ("kv_starvation",),
     lambda run: waits.find_uneven_pools(run.analysis): ("uneven_pools",),
     lambda run: waits.find_thrashing(run.analysis): ("thrashing_switches",),
+    lambda run: step_parts.find_slow(run.analysis): ("slow_phase",),
+    lambda run: step_parts.find_incidents(run.analysis): ("incident",),
 }
 
 
@@ -135,6 +168,8 @@ def _rounded(value: Any) -> Any:
 def _input(analysis: Analysis) -> dict[str, Any]:
     faults, endless = Faults(), analysis.requests.filter((pl.col("status") == "open") & ~pl.col("validate"))
     faults.add(analysis.run.faults)
+    if dropped := int(analysis.run.tables.totals.filter(pl.col("event") == events.LOG_DROPPED)["count"].sum()):
+        faults.notice("events lost by a full queue (log_dropped)", "", dropped)
     if endless.height:
         faults.notice(ENDLESS, _about(*endless.select("job", "step", "worker", "request_id").row(0)), endless.height)
     return {
@@ -143,6 +178,7 @@ def _input(analysis: Analysis) -> dict[str, Any]:
         "skipped": dict(faults.skipped),
         "noticed": dict(faults.noticed) | missing_workers(analysis),
         "examples": faults.examples,
+        "missing": missing(analysis),
     }
 
 

@@ -99,6 +99,7 @@ function input() {
     lines.push(`${reason}: ${count}${i.examples[reason] ? ", first in " + i.examples[reason] : ""}`);
   const all = DATA.requests;
   if (all.count < all.of) lines.push(`The page draws ${all.count} of ${all.of} requests: one in ${all.each} of each step and replica or worker, the slowest, and those that findings name.`);
+  for (const m of i.missing) lines.push(`This log does not tell ${m.what}${m.jobs.some(Boolean) ? ` of ${m.jobs.join(", ")}` : ""}: ${m.needs} would; ${m.so}.`);
   $("input").replaceChildren(...lines.map((text) => el("p", {}, text)));
 }
 

@@ -44,9 +44,7 @@ class Shown:
 
 
 def shown(analysis: Analysis, summary: dict[str, Any]) -> Shown:
-    # `replica`: where a request was longest; null where its job's log knows none, or it was in none.
-    placed = pl.col("job").is_in(list(analysis.engines.jobs)) & (pl.col("stays") > 0)
-    every = analysis.requests.filter(~pl.col("validate")).with_columns(replica=pl.when(placed).then("unit"))
+    every = analysis.requests.filter(~pl.col("validate"))
     found = {finding["request_id"] for finding in summary["findings"]} - {None}
     slowest = pl.col("seconds").rank("ordinal", descending=True) <= SLOWEST
     every = every.with_columns((pl.col("request_id").is_in(list(found)) * 2 + slowest).alias("urgent"))

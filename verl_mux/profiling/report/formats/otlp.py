@@ -1,8 +1,9 @@
-"""OpenTelemetry spans (OTLP as JSON) to an event log and back. Runs on the command line; called by report_command.py; reads and
-writes files.
+"""OpenTelemetry spans (OTLP as JSON) to an event log and back. Runs on the command line; called by foreign.py and
+report_command.py; reads and writes files.
 
 A request is a trace, its root span the request's life; a step of the trainer is a trace too. What a span is follows from the
-semantic conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/docs/specs/semconv/gen-ai/), else from OpenInference:
+semantic conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/docs/specs/semconv/gen-ai/), else from
+OpenInference:
 
     a model's answer   turn_engine_call   gen_ai.operation.name chat, text_completion, generate_content; kind LLM
     a tool's           tool_execution     gen_ai.operation.name execute_tool; kind TOOL
@@ -10,9 +11,9 @@ semantic conventions for generative AI (`gen_ai.*`, https://opentelemetry.io/doc
     any other          under its own name
 
 `step` is the attribute of that name (`training.step`, `mux.step`) of the span, its root or its resource; else 0. A worker is a
-`service.instance.id`, a replica a `server.address` and `server.port`; both are numbered in order of appearance. Every span that
-verl_mux writes carries its line of the log (`mux.line`), so nothing is lost. Ids of other writers need not be hexadecimal, so
-protobuf's JSON parser cannot read them.
+`service.instance.id`, a replica a `server.address` and `server.port`; both are numbered in order of appearance. Every span
+that verl_mux writes carries its line of the log (`mux.line`), so nothing is lost. Ids of other writers need not be
+hexadecimal, so protobuf's JSON parser cannot read them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import msgspec
 
 from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
-from verl_mux.profiling.plain.lines import MAX_STEP, ROLES, Line, LogFile, read_lines
+from verl_mux.profiling.plain.lines import MAX_STEP, ROLES, Line, LogFile
+from verl_mux.profiling.plain.lines import read_lines as read_log
 
 _ANSWERS = ("chat", "text_completion", "generate_content")
 _KINDS = {"LLM": events.TURN_ENGINE_CALL, "TOOL": events.TOOL_EXECUTION, "EVALUATOR": events.REWARD}
@@ -40,26 +42,14 @@ _BATCH = 1000  # spans a line of the output
 _INTERNAL, _CLIENT = 1, 3  # kinds of spans
 
 
-def write_as_log(source: Path, directory: Path) -> int:
-    """Write the spans of a file as `<directory>/<role>/step_<N>/worker_<R>.jsonl`; return their count. Raises UserError for a
-    file without OTLP JSON."""
-    lines: dict[Path, list[tuple[str, str]]] = {}
+def read_lines(source: Path) -> list[dict[str, Any]]:
+    """The spans of a file as lines of an event log. Raises UserError for a file without OTLP JSON."""
     try:
-        for line in _as_lines(_read(source)):
-            path = directory / line["role"] / f"step_{line['step']}" / f"worker_{line['workid']}.jsonl"
-            lines.setdefault(path, []).append((line["timestamp"], json.dumps(line)))
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}") from None
+        return list(_as_lines(_read(source)))
     except KeyError as error:
         raise UserError(f"{source} is no OTLP JSON: {error} is missing; {_ALLOWED}") from None
     except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{source} is no OTLP JSON: {error}; {_ALLOWED}") from None
-    if not lines:
-        raise UserError(f"{source} holds no spans; {_ALLOWED}")
-    for path, texts in lines.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(text + "\n" for _, text in sorted(texts, key=lambda text: text[0])))
-    return sum(map(len, lines.values()))
 
 
 def _read(source: Path) -> list[dict[str, Any]]:
@@ -169,7 +159,7 @@ def write_otlp(files: Iterable[LogFile], path: Path) -> int:
     count = 0
     with path.open("w") as out:
         for file in files:
-            lines = (line for line in read_lines([file]) if line.event not in events.ABOUT_THE_LOG)
+            lines = (line for line in read_log([file]) if line.event not in events.ABOUT_THE_LOG)
             while batch := list(itertools.islice(lines, _BATCH)):
                 last = batch[-1]
                 about = {"service.name": last.job or "verl", "service.instance.id": f"{last.role} {last.workid}"}

@@ -7,9 +7,10 @@ import pytest
 from tests.profiling.made_engines import make
 from verl_mux.errors import UserError
 from verl_mux.profiling.plain.lines import find_log_files
+from verl_mux.profiling.report.formats.foreign import write_as_log
+from verl_mux.profiling.report.formats.otlp import write_otlp
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
-from verl_mux.profiling.report.otlp import write_as_log, write_otlp
 from verl_mux.profiling.report.output.summary import summarise
 
 SECOND = 1_000_000_000
@@ -127,5 +128,5 @@ def test_a_line_of_a_log_in_a_span_leads_out_of_no_folder(tmp_path, role):
 def test_what_is_no_otlp_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"x\.json (is no OTLP JSON|holds no spans)"):
+    with pytest.raises(UserError, match=r"x\.json (is no OTLP JSON|holds no event log)"):
         write_as_log(path, tmp_path / "log")
