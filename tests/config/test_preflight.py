@@ -281,6 +281,7 @@ def test_in_a_cluster_that_runs_workers_get_the_jobs_mark_and_too_few_cpus_are_r
     left, freed = [4.0], []
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(preflight, "_FREED_S", 0.0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # in this process, by a test before it
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "shutdown", lambda: freed.append(1))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64})

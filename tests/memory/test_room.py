@@ -91,7 +91,7 @@ def _rank(rank, store, answers):
 
 
 def test_no_rank_maps_what_another_has_no_room_for(tmp_path):
-    mp.start_processes(_rank, args=(str(tmp_path / "store"), tmp_path), nprocs=2, start_method="fork")
+    mp.start_processes(_rank, args=(str(tmp_path / "store"), tmp_path), nprocs=2, start_method="forkserver")
     first, second = ((tmp_path / rank).read_text() for rank in "01")
     assert first.startswith("no room to wake: states take 0.21 GB, 0.31 are free") and first.endswith("| None")
     assert second.startswith("no room to wake: states take 0.21 GB, 0.10 are free") and second.endswith("| None")

@@ -143,7 +143,7 @@ def _export_as_fsdp_rank(rank: int, directory: str) -> None:
 
 
 def test_two_real_fsdp2_ranks_export_the_model_between_them(tmp_path: Path):
-    mp.start_processes(_export_as_fsdp_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    mp.start_processes(_export_as_fsdp_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     ranks = [[Range(*r) for r in torch.load(tmp_path / f"{rank}.pt")] for rank in (0, 1)]
     whole, expected = assembled(ranks), _model().state_dict()
     assert list(whole) == list(expected)

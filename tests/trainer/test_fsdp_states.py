@@ -143,7 +143,7 @@ def _loaded(optimizer, device):
 
 
 def test_shards_of_fewer_rows_sleep_and_wake_bit_for_bit_while_copies_run_on(tmp_path):
-    mp.start_processes(_rank, args=(str(tmp_path / "store"),), nprocs=RANKS, start_method="fork")
+    mp.start_processes(_rank, args=(str(tmp_path / "store"),), nprocs=RANKS, start_method="forkserver")
 
 
 def test_a_frozen_model_that_fsdp_keeps_on_the_host_lies_in_the_arena_from_its_first_sleep_on(one_rank_mesh, monkeypatch):

@@ -3,6 +3,7 @@ run, not once a worker.
 
     pytest -n 4 (start) -- python -m tests.warm.workers serve          imports, and forks
          '-- worker: fork_client.py -- python -m tests.warm.workers work   a fork: what execnet asks for, run here
+                '-- rank of a test: start method `forkserver`              a fork of what the worker was at its birth, without threads
 """
 
 import importlib
@@ -10,7 +11,6 @@ import os
 import shlex
 import subprocess
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 
 import execnet
@@ -39,7 +39,7 @@ def serve() -> None:
     for module in IMPORTED:
         importlib.import_module(module)
     assert not fork_server.why_not_fork()
-    name = f"verl_mux/{os.getpid()}/tests"
+    name = f"verl_mux/{fork_client.space()}/{os.getpid()}/tests"
     environment = {**os.environ, waiting.VARIABLE: name}
     asked = fork_server.Asked(["-m", waiting.__name__], environment, str(ROOT), sorted(os.sched_getaffinity(0)), os.nice(0))
     fork_server.become(fork_server.ForkServer(name).serve(fork_server.Program(asked, [0, 1, 2], driver=True)))
@@ -49,5 +49,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve()
     else:
-        forkserver._forkserver._stop()  # ready for an engine's processes, as in every fork; a test is not run by a job
         exec(sys.argv[-1])

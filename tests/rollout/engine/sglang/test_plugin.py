@@ -62,5 +62,6 @@ def test_our_server_hooks_the_saver_its_schedulers_the_rest_and_the_sampler_on_r
     monkeypatch.setenv(sglang_plugin.SEEDED_VARIABLE, str(int(seeded)))
     # Another library's `forkserver` is not the one that forks engine processes.
     monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", os.getpid())
+    monkeypatch.setattr(forkserver._forkserver, "_forkserver_address", "/tmp/another")
     sglang_plugin.register()
     assert hooks == [(SAVER, "around"), *more]
