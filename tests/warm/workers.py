@@ -3,7 +3,7 @@ run, not once a worker.
 
     pytest -n 4 (start) -- python -m tests.warm.workers serve          imports, and forks
          '-- worker: fork_client.py -- python -m tests.warm.workers work   a fork: what execnet asks for, run here
-                '-- rank of a test: start method `forkserver`              a fork of what the worker was at its birth, without threads
+                '-- rank of a test: start method `forkserver`      a fork of what the worker was at first, without threads
 """
 
 import importlib
