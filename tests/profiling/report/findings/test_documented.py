@@ -37,6 +37,7 @@ ONE = {
     "a queue": ({"queue": {(s, 1): 20.0 for s in STEPS}}, {"kind": "queueing", "replica": 1, "steps": [*STEPS]}),
     "a replica that is given more": ({"share": {2: 4.0}}, {"kind": "uneven_load", "replica": 2}),
     "one long answer": ({"long": {(4, 9): 200.0}}, {"kind": "long_tail", "step": 4, "request_id": "040002ab_1"}),
+    "a prompt's long answers": ({"long": {(4, at): 150.0 + at for at in range(8, 12)}}, {"kind": "long_tail", "step": 4}),
     "a turn that sat in the engine": ({"engine": {(4, 9): 100.0}}, {"kind": "slow_turn", "step": 4, "replica": 1}),
     "preparing": ({"prepare": {4: 8.0, 5: 8.0}}, {"kind": "preprocessing", "steps": [4, 5]}),
     "what follows the answer": ({"finalize": {4: 10.0}}, {"kind": "slow_part", "step": 4}),

@@ -180,6 +180,19 @@ def test_a_job_that_waits_for_leases_is_found_where_that_is_not_its_turn(tmp_pat
     assert [(it.job, it.step, it.node, it.cost_s) for it in waiting(tmp_path, waits)] == expected
 
 
+def test_a_wait_that_a_coordinator_logged_without_its_step_is_of_the_step_that_ended_next(tmp_path):
+    coordinator, keys = Lines(0, 0), {"role": "coordinator", "job": "coordinator"}
+    for step, wait in enumerate([5.0, 6.0, 90.0, 5.0], 1):
+        lines = Lines(0, step)
+        lines.add(100 * step + 100, "step", 100.0, {}, role="trainer", job="a")
+        lines.write(tmp_path / "a" / "events" / "trainer")
+        lease = {"job": "a", "phase": "rollout", "nodes": ["r0"], "token": step}
+        coordinator.add(100 * step + wait, "lease_wait", wait, lease, **keys)
+        coordinator.add(100 * step + 99, "lease_held", 99 - wait, lease, **keys)
+    coordinator.write(tmp_path / "coordinator" / "events" / "coordinator")
+    assert [(it.kind, it.job, it.step) for it in found(tmp_path)] == [("lease_wait", "a", 3)]
+
+
 def streaming(directory, late: float):
     """A job whose log names no engine. Some requests go on after their step has ended, `late` seconds while the trainer has the
     device: one of each worker, and all of one worker's."""

@@ -144,20 +144,29 @@ class _Accounts:
 
 
 def _long_answers(analysis: Analysis, typical: dict[str, float], explained: set[tuple]) -> list[Finding]:
-    """Answers far longer than the run's others, each of which its step waited for a quarter of its time or more."""
+    """Answers far longer than the run's others, single ones and all of a prompt, for each of which its step waited for a quarter
+    of its time or more."""
     found = []
     known = analysis.finished.filter((pl.col("tokens") > 0) & ~pl.col("job").is_in(list(analysis.unawaited)))
+    known = known.sort("end").with_columns(pl.col("request_id").str.replace(r"_[^_]*$", "").alias("prompt"))
     for (job,), rows in known.group_by("job", maintain_order=True):
-        tokens = rows["tokens"].to_numpy().astype(float)
-        usual = float(np.median(tokens))
-        second = rows.group_by("step").agg(pl.col("end").sort().slice(-2, 1).first().alias("second"))
-        ends = dict(second.iter_rows())
-        for index in isolated(tokens / usual) if rows.height >= MIN_ANSWERS else ():
-            row = rows.row(int(index), named=True)
-            late = row["end"] - (ends[row["step"]] or row["end"])
-            if late >= max(COST_SHARED * typical.get(job, 0.0), LEAST_S) and _key_of(row) not in explained:
-                seen = {"turn": None, "logged": row["seconds"], "usual_tokens": usual}
-                found.append(replace(_finding("long_tail", row | seen, row["seconds"] - late), cost_s=late))
+        for unit, least in (("request_id", 1), ("prompt", 2)) if rows.height >= MIN_ANSWERS else ():
+            same = ("step", unit)
+            middle, answers = pl.col("tokens").median().over(same).alias("middle"), pl.len().over(same).alias("answers")
+            each = rows.with_columns(middle, answers).unique(same, keep="last", maintain_order=True).filter(pl.col("answers") >= least)
+            if each.is_empty():
+                continue
+            usual = float(each["middle"].median())  # type: ignore[arg-type]
+            ends = dict(each.group_by("step").agg(pl.col("end").sort().slice(-2, 1).first()).iter_rows())
+            for index in isolated(each["middle"].to_numpy() / usual):
+                row = each.row(int(index), named=True)
+                late = row["end"] - (ends[row["step"]] or row["end"])
+                if late >= max(COST_SHARED * typical.get(job, 0.0), LEAST_S) and _key_of(row) not in explained:
+                    explained = {*explained, _key_of(row)}
+                    seen = {"turn": None, "logged": row["seconds"], "usual_tokens": usual}
+                    of_all = f"; all {row['answers']} answers of its prompt are long" if row["answers"] > 1 and least > 1 else ""
+                    finding = _finding("long_tail", row | seen, row["seconds"] - late)
+                    found.append(replace(finding, cost_s=late, text=finding.text + of_all))
     return found[:MOST]
 
 

@@ -286,7 +286,11 @@ class _Waits:
 
     def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
         self.steps = dict(rows.select("step", "seconds").iter_rows())
-        self.waits = [w for w in leases.waits if w.job == job and w.phase != "init" and w.step in self.steps]
+        ends = rows.sort("end").select("end", "step").rows()
+        own = [w for w in leases.waits if w.job == job and w.phase != "init"]
+        # Where the coordinator logged no step, it is the one that ended next.
+        steps = [w.step if w.step in self.steps else next((s for end, s in ends if end >= w.end), None) for w in own]
+        self.waits = [replace(w, step=step) for w, step in zip(own, steps, strict=True) if step is not None]
         self.spent: dict[int, float] = dict.fromkeys(self.steps, 0.0)
         self.in_turn = dict.fromkeys(self.steps, 0.0)
         for wait in self.waits:
