@@ -8,7 +8,7 @@ from tests.profiling.made_engines import make
 from verl_mux.errors import UserError
 from verl_mux.profiling.plain.lines import find_log_files
 from verl_mux.profiling.report.formats.foreign import write_as_log
-from verl_mux.profiling.report.formats.otlp import write_otlp
+from verl_mux.profiling.report.formats.otlp import read_lines, write_otlp
 from verl_mux.profiling.report.input.run_log import read_files
 from verl_mux.profiling.report.measures.analysis import Analysis
 from verl_mux.profiling.report.output.summary import summarise
@@ -65,6 +65,13 @@ def test_traces_of_others_become_requests_with_turns_tools_and_replicas(tmp_path
     assert [first[key] for key in ("seconds", "turns", "engine", "tool", "tokens")] == pytest.approx([10.0, 2, 8.0, 2.0, 210])
     assert (second["tokens"], second["turns"]) == (80, 1)
     assert read.engines.node_of == {("agents", 0): "gpu-7", ("agents", 1): "gpu-8"}
+
+
+def test_a_torn_last_line_costs_its_spans_alone(tmp_path):
+    path = foreign(tmp_path, lines=True)
+    whole, torn = path.read_text().splitlines()
+    path.write_text(f"{whole}\n{torn[:-40]}")
+    assert {line["extra"]["request_id"] for line in read_lines(path)} == {"t1"}
 
 
 def test_ours_come_back_as_they_went(tmp_path):

@@ -18,6 +18,7 @@ hexadecimal, so protobuf's JSON parser cannot read them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -58,7 +59,10 @@ def _read(source: Path) -> list[dict[str, Any]]:
     try:
         batches = [json.loads(text)]
     except json.JSONDecodeError:
-        batches = [json.loads(line) for line in text.splitlines() if line.strip()]
+        *whole, last = [line for line in text.splitlines() if line.strip()] or [""]
+        batches = [json.loads(line) for line in whole]
+        with contextlib.suppress(json.JSONDecodeError) if whole else contextlib.nullcontext():
+            batches.append(json.loads(last))  # the line that its writer was at, or was killed at, may be torn
     return [span for batch in batches for span in _spans(batch)]
 
 
