@@ -160,7 +160,7 @@ def _long_answers(analysis: Analysis, typical: dict[str, float], explained: set[
             )
             if each.is_empty():
                 continue
-            usual = float(each["middle"].median())  # type: ignore[arg-type]
+            usual = float(each["middle"].median())
             ends = dict(each.group_by("step").agg(pl.col("end").sort().slice(-2, 1).first()).iter_rows())
             for index in isolated(each["middle"].to_numpy() / usual):
                 row = each.row(int(index), named=True)
