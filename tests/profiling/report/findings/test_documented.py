@@ -65,7 +65,7 @@ HEALTHY = {
 }
 
 
-def told(folder) -> list[Finding]:
+def reported(folder) -> list[Finding]:
     return find_all(Analysis(read_run(folder)))
 
 
@@ -76,33 +76,33 @@ def said(finding: Finding, key: str):
 @pytest.mark.parametrize("name", ONE)
 def test_a_fault_is_the_one_finding_with_its_place(tmp_path, name):
     made, expected = ONE[name]
-    (finding,) = told(Documented(**made).write(tmp_path))
+    (finding,) = reported(Documented(**made).write(tmp_path))
     assert {key: said(finding, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["a slow replica", "a replica that stood still", "a tool that few requests call"])
 def test_a_log_with_stays_says_the_same(tmp_path, name):
     made, expected = ONE[name]
-    (finding,) = told(Documented(**made, stay=True).write(tmp_path))
+    (finding,) = reported(Documented(**made, stay=True).write(tmp_path))
     assert {key: said(finding, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("stay", [False, True])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_log_has_no_findings(tmp_path, name, stay):
-    assert [(it.kind, it.text) for it in told(Documented(**HEALTHY[name], stay=stay).write(tmp_path))] == []
+    assert [(it.kind, it.text) for it in reported(Documented(**HEALTHY[name], stay=stay).write(tmp_path))] == []
 
 
 def test_a_replica_that_is_slow_from_a_step_on_does_not_stand_still(tmp_path):
-    (finding,) = told(Documented(slow={(2, step): 2.0 for step in (4, 5, 6)}).write(tmp_path))
+    (finding,) = reported(Documented(slow={(2, step): 2.0 for step in (4, 5, 6)}).write(tmp_path))
     assert (finding.kind, finding.replica, finding.evidence["steps"]) == ("straggler", 2, [4, 5, 6])
 
 
 def test_workers_whose_requests_were_cut_off_are_no_stragglers(tmp_path):
     log = Documented(carried=0.25, tools=0.3, sigma=0.6, without=("replica", "node", "engine_generate"))
-    assert [it.kind for it in told(log.write(tmp_path))] == []
+    assert [it.kind for it in reported(log.write(tmp_path))] == []
 
 
 def test_a_long_answer_among_few_is_none(tmp_path):
     log = Documented(seed=247, stay=True, steps=1, workers=4, replicas=8, prompts=4, samples=8, sigma=0.5, reward=2.0)
-    assert [it.kind for it in told(log.write(tmp_path))] == []
+    assert [it.kind for it in reported(log.write(tmp_path))] == []

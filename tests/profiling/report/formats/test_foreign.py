@@ -48,11 +48,11 @@ STEPS = [metrics(n, sync=25.0 if n == 4 else 1.0) for n in range(1, 8)]
 @pytest.mark.parametrize(("name", "text", "steps"), [("a.log", console(STEPS), 7), ("history.jsonl", wandb(STEPS), 6)])
 def test_verls_metrics_say_which_part_of_which_step_was_slow(tmp_path, name, text, steps):
     (tmp_path / name).write_text(text)
-    told = report(tmp_path / name, tmp_path / "log")
-    assert told["steps"] == steps and told["event_share"]["generate"] > 50
-    (slow,) = told["findings"]
+    reported = report(tmp_path / name, tmp_path / "log")
+    assert reported["steps"] == steps and reported["event_share"]["generate"] > 50
+    (slow,) = reported["findings"]
     assert (slow["kind"], slow["step"], slow["evidence"]["event"]) == ("slow_phase", 4, "sync")
-    assert "requests" in {row["what"] for row in told["input"]["missing"]}
+    assert "requests" in {row["what"] for row in reported["input"]["missing"]}
 
 
 def test_a_slow_rollout_is_named_where_no_requests_are_known(tmp_path):
@@ -96,9 +96,9 @@ def sglang(folder, form: str, slower: int | None = None):
 @pytest.mark.parametrize("slower", [None, 2])
 def test_sglangs_request_logs_name_the_slow_server(tmp_path, form, slower):
     (tmp_path / "logs").mkdir()
-    told = report(sglang(tmp_path / "logs", form, slower), tmp_path / "log")
-    assert (told["steps"], told["requests"]) == (5, 320)
-    found = [(it["kind"], it["replica"], it["node"]) for it in told["findings"]]
+    reported = report(sglang(tmp_path / "logs", form, slower), tmp_path / "log")
+    assert (reported["steps"], reported["requests"]) == (5, 320)
+    found = [(it["kind"], it["replica"], it["node"]) for it in reported["findings"]]
     assert found == ([("straggler", 2, "server2")] if slower else [])
 
 
@@ -126,8 +126,8 @@ def test_several_kinds_in_one_folder_and_file(tmp_path):
     sglang(logs, "text")
     first = logs / "server0.log"
     first.write_text(first.read_text() + console(STEPS))
-    told = report(logs, tmp_path / "log")
-    assert told["requests"] == 320 and "slow_phase" in {it["kind"] for it in told["findings"]}
+    reported = report(logs, tmp_path / "log")
+    assert reported["requests"] == 320 and "slow_phase" in {it["kind"] for it in reported["findings"]}
 
 
 @pytest.mark.parametrize("content", [b"nothing of the kind\n", b"", b"\0\1\2", b'{"a": 1}\n', b'[{"ph": "X"}]'])
