@@ -18,14 +18,14 @@ def missing(folder):
 
 
 def test_a_log_that_names_no_engines_says_so(tmp_path):
-    told = missing(make_run(tmp_path, Made(parts=False, tokens=False)))
-    assert {"engines", "tokens", "tools", "rewards", "steps of the trainer"} <= told.keys()
-    assert "replica, node of turn_engine_call" in told["engines"]
+    known = missing(make_run(tmp_path, Made(parts=False, tokens=False)))
+    assert {"engines", "tokens", "tools", "rewards", "steps of the trainer"} <= known.keys()
+    assert "replica, node of turn_engine_call" in known["engines"]
 
 
 def test_what_was_logged_is_not_asked_for(tmp_path):
-    told = missing(Documented(stay=True, carried=0.25, tools=0.5, queue={(1, 0): 1.0}).write(tmp_path))
-    assert list(told) == ["counters of engines"]
+    known = missing(Documented(stay=True, carried=0.25, tools=0.5, queue={(1, 0): 1.0}).write(tmp_path))
+    assert list(known) == ["counters of engines"]
 
 
 def test_parked_time_is_asked_for_where_requests_went_on_in_another_step(tmp_path):

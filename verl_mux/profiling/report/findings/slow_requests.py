@@ -80,8 +80,8 @@ def find(analysis: Analysis, gaps: dict[Place, Gap], starved: Collection[Place] 
         if f.kind != "slow_request" or _key(f) not in explained
     ]
     blamed = [f for f in blamed if f.job not in analysis.engines.jobs or not _is_its_engines(f, gaps, starved)]
-    told = [accounts.name(f) for f in blamed + _long_answers(analysis, typical, explained)]
-    return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in _by_prompt(told)]
+    with_names = [accounts.name(f) for f in blamed + _long_answers(analysis, typical, explained)]
+    return [replace(f, **{"replica": None, **analysis.engines.where(f.job, f.replica)}) for f in _by_prompt(with_names)]
 
 
 def _by_prompt(found: list[Finding]) -> list[Finding]:

@@ -14,7 +14,7 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import clip, length, overlap
 from verl_mux.profiling.report.findings.finding import Finding, Gap, Place
-from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, by_place, times_of_steps
+from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, by_place, log_spread_of, times_of_steps
 
 SAME = 0.8  # workers whose gaps share this part of the time stood still together
 HELD_S = 0.5  # a stay that waited longer for its job's lease was not in the engine all the time
@@ -65,10 +65,8 @@ def _frozen(analysis: Analysis) -> dict[Place, Gap]:
     let_in = pl.col("end") - pl.col("work")
     inside = stays.join(gaps, on=UNIT).filter((let_in < pl.col("to") - 0.5 * took) & (pl.col("end") >= pl.col("to")))
     clear = stays.join(inside.select(*UNIT, "request_id", "part"), on=[*UNIT, "request_id", "part"], how="anti")
-    log = pl.col("pace").log()
-    spread = (1.4826 * (log - log.median()).abs().median()).alias("spread")
     usual = clear.group_by("job", "unit").agg(
-        pl.len().alias("clear"), pl.col("pace").median().alias("usual"), spread
+        pl.len().alias("clear"), pl.col("pace").median().alias("usual"), log_spread_of(pl.col("pace"))
     ).filter(pl.col("clear") >= MIN_CLEAR)  # fmt: skip
     rows = inside.join(usual, on=["job", "unit"], how="left").join(
         stays.group_by("job").agg(pl.col("pace").median().alias("all_paces")), on="job"

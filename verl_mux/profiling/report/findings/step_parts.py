@@ -13,7 +13,7 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.finding import Finding, over_steps
-from verl_mux.profiling.report.measures.analysis import Analysis, middle
+from verl_mux.profiling.report.measures.analysis import Analysis, log_spread, middle
 
 # What waits for others, or holds what is judged by itself; and engines, which have rules of their own.
 _NOT_JUDGED = events.ENCLOSING | {*events.ABOUT_THE_LOG} | {
@@ -80,8 +80,7 @@ def _slow_ranks(rows: pl.DataFrame, step_s: float) -> Iterator[Finding]:
         for row in worst.rows(named=True) if here.height >= MIN_RANKS else ():
             others = [other for worker, other in here.select("worker", "seconds").rows() if worker != row["worker"]]
             usual = max(middle(others), 1e-9)
-            spread = 1.4826 * float(np.median(np.abs(np.log(np.maximum(others, 1e-9) / usual))))
-            least = max(TIMES_ON_RANK, np.exp(DEVIATIONS * max(spread, MIN_SPREAD)))
+            least = max(TIMES_ON_RANK, np.exp(DEVIATIONS * max(log_spread(others), MIN_SPREAD)))
             if row["seconds"] >= least * usual and row["seconds"] - usual >= max(COST * step_s, LEAST_S):
                 took = f"{row['event']} took {row['seconds']:.1f} s on worker {row['worker']} in step {step}"
                 text = f"{took}, {usual:.1f} s on the others"
@@ -95,20 +94,15 @@ def _slow_steps(rows: pl.DataFrame, step_s: float, tokens: dict[int, int], other
         return
     took = np.maximum([row["seconds"] for row in steps], 1e-9)
     usual = float(np.quantile(took, 0.25))
-    near = np.log(took[took <= TIMES_ON_RANK * usual] / usual)
-    spread = max(1.4826 * float(np.median(np.abs(near - np.median(near)))), MIN_SPREAD)
+    spread = max(log_spread(took[took <= TIMES_ON_RANK * usual]), MIN_SPREAD)
     known = [tokens[row["step"]] for row in steps if tokens.get(row["step"])]
     for row in steps[1:]:
         more = max(tokens.get(row["step"], 0) / float(np.quantile(known, 0.25)), 1.0) if known else 1.0
         least, expected = max(TIMES, np.exp(DEVIATIONS * spread)), usual * more
         late = row["seconds"] - expected
         if row["step"] not in others and row["seconds"] >= least * expected and late >= max(2 * COST * step_s, LEAST_S):
-            yield _finding(
-                row,
-                expected,
-                f"{row['event']} took {row['seconds']:.1f} s in step {row['step']}, {expected:.1f} s is usual",
-                "step",
-            )
+            text = f"{row['event']} took {row['seconds']:.1f} s in step {row['step']}, {expected:.1f} s is usual"
+            yield _finding(row, expected, text, "step")
 
 
 def _heavy(rows: pl.DataFrame, step_s: float) -> Finding | None:

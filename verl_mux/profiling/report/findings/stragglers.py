@@ -20,7 +20,16 @@ import polars as pl
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.report.findings.finding import Finding, Place, over_steps
-from verl_mux.profiling.report.measures.analysis import UNIT, Analysis, Engines, busy, completion, middle
+from verl_mux.profiling.report.measures.analysis import (
+    UNIT,
+    Analysis,
+    Engines,
+    busy,
+    completion,
+    log_spread,
+    log_spread_of,
+    middle,
+)
 
 SLOWER = 1.5  # times its peers
 DEVIATIONS = 5.0
@@ -40,9 +49,9 @@ def paces(analysis: Analysis) -> pl.DataFrame:
     """A row a job, step and unit: stays, pace (seconds a token), spread (of its logarithm), tokens, rate (a second), start, end,
     usual (seconds of work)."""
     enough = pl.when(pl.col("job").is_in(list(analysis.engines.jobs))).then(MIN_STAYS).otherwise(MIN_OF_WORKER)
-    known, logs = pl.col("pace").is_not_null(), pl.col("pace").filter(pl.col("pace") > 0).log()
+    known, paces_of = pl.col("pace").is_not_null(), pl.col("pace").filter(pl.col("pace") > 0)
     found = analysis.worked.group_by(UNIT, maintain_order=True).agg(
-        known.sum().alias("stays"), pl.col("pace").median(), (1.4826 * (logs - logs.median()).abs().median()).alias("spread"),
+        known.sum().alias("stays"), pl.col("pace").median(), log_spread_of(paces_of),
         pl.col("tokens").sum(), busy(), pl.col("start").min(), pl.col("end").filter(known).max(),
         pl.col("work").filter(known).median().alias("usual"),
     ).with_columns(rate=pl.col("tokens") / pl.col("busy").clip(1e-9))  # fmt: skip
@@ -97,8 +106,7 @@ def _beside_others(rows: list[dict[str, Any]], engines: Engines) -> Iterator[tup
 def _middle_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     """spread: of the logarithms of their paces, as a standard deviation."""
     usual = {key: middle([row[key] for row in rows]) for key in ("pace", "rate", "end")}
-    logs = np.log(np.maximum([row["pace"] for row in rows], 1e-9) / max(usual["pace"], 1e-9))
-    return usual | {"spread": 1.4826 * float(np.median(np.abs(logs)))}
+    return usual | {"spread": log_spread([row["pace"] for row in rows])}
 
 
 def _judge(row: dict[str, Any], peers: dict[str, float], engines: Engines, step_s: float) -> _Judged:

@@ -15,7 +15,7 @@ import polars as pl
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import length
 from verl_mux.profiling.report.findings.finding import Finding, Place, chance, named, over_steps
-from verl_mux.profiling.report.measures.analysis import Analysis, middle, was_let_in
+from verl_mux.profiling.report.measures.analysis import Analysis, log_spread_of, middle, was_let_in
 from verl_mux.profiling.report.measures.lease_times import Hold, Leases, shared_window
 
 QUEUED = 0.35  # of the time of stays
@@ -173,8 +173,8 @@ PART_ADVICE = (
 def find_uneven_parts(analysis: Analysis, gaps: Collection[Place], known: list[Finding]) -> list[Finding]:
     """One finding a job and part of a request's time (a tool by its name) that took TIMES as long in a step as in its best, or on
     a worker as on the others; not what `known` findings tell of that step already."""
-    told = {(f.job, f.kind, step) for f in known for step in f.evidence.get("steps", [f.step])}
-    told |= {(job, "slow_part", step) for job, step, _ in gaps}
+    found_there = {(f.job, f.kind, step) for f in known for step in f.evidence.get("steps", [f.step])}
+    found_there |= {(job, "slow_part", step) for job, step, _ in gaps}
     rows, found = _part_rows(analysis), []
     steps = analysis.by_step.select("job", "step", "total")
     mean = analysis.finished.group_by("job", "step").agg(pl.col("seconds").mean().alias("mean"))
@@ -185,8 +185,8 @@ def find_uneven_parts(analysis: Analysis, gaps: Collection[Place], known: list[F
     for (job, what, kind), calls in rows.group_by("job", "what", "kind", maintain_order=True):
         by_step = _medians(calls, ["step"], MIN_REQUESTS)
         by_worker = _medians(calls, ["step", "worker"], MIN_CALLS)
-        found += _uneven(job, what, kind, list(_beside_best(by_step)), whole, told)
-        found += _uneven(job, what, kind, list(_beside_workers(by_worker)), whole, told)
+        found += _uneven(job, what, kind, list(_beside_best(by_step)), whole, found_there)
+        found += _uneven(job, what, kind, list(_beside_workers(by_worker)), whole, found_there)
     return [_of_engine(analysis, finding) if finding.evidence["part"] in OF_ENGINES else finding for finding in found]
 
 
@@ -200,8 +200,8 @@ def _part_rows(analysis: Analysis) -> pl.DataFrame:
     key, finished = ["job", "step", "worker"], analysis.finished
     # What a request does before its answer is of that step, what follows of its last step. Lost lines explain nothing.
     raw = analysis.run.tables.requests.filter(~pl.col("validate"))
-    told = finished.filter((pl.col("engine") > 0) & (not analysis.run.faults.skipped))
-    of = {"what no event tells": told, "what follows the answer": finished}
+    with_all_lines = finished.filter((pl.col("engine") > 0) & (not analysis.run.faults.skipped))
+    of = {"what no event tells": with_all_lines, "what follows the answer": finished}
     frames = [
         of.get(what, raw).select(
             *key, pl.lit(what).alias("what"), pl.lit(kind).alias("kind"), pl.sum_horizontal(parts).alias("seconds")
@@ -220,10 +220,7 @@ def _part_rows(analysis: Analysis) -> pl.DataFrame:
 
 
 def _medians(calls: pl.DataFrame, by: list[str], least: int) -> list[dict]:
-    logs = pl.col("seconds").log()
-    each = calls.group_by(by).agg(
-        pl.len().alias("calls"), pl.col("seconds").median(), (1.4826 * (logs - logs.median()).abs().median()).alias("spread")
-    )  # fmt: skip
+    each = calls.group_by(by).agg(pl.len().alias("calls"), pl.col("seconds").median(), log_spread_of(pl.col("seconds")))
     return each.filter(pl.col("calls") >= least).sort(by).rows(named=True)
 
 
@@ -247,11 +244,11 @@ def _beside_workers(places: list[dict]) -> Iterator[tuple[dict, float]]:
             yield most, middle(others)
 
 
-def _uneven(job: str, what: str, kind: str, longer: list[tuple[dict, float]], whole: dict, told: set) -> list[Finding]:
+def _uneven(job: str, what: str, kind: str, longer: list[tuple[dict, float]], whole: dict, found_there: set) -> list[Finding]:
     by_worker: dict[int | None, list[Finding]] = defaultdict(list)
     for row, usual in longer:
         step, more = row["step"], row["seconds"] - usual
-        if more < max(COST_OF_STEP * whole.get((job, step), math.inf), LEAST_S) or (job, kind, step) in told:
+        if more < max(COST_OF_STEP * whole.get((job, step), math.inf), LEAST_S) or (job, kind, step) in found_there:
             continue
         place = f"worker {row['worker']}" if row["worker"] is not None else f"step {step}"
         text = f"{what} took {row['seconds']:.1f} s a request on {place}, {usual:.2g} s is usual"
@@ -286,11 +283,7 @@ class _Waits:
 
     def __init__(self, job: str, rows: pl.DataFrame, leases: Leases) -> None:
         self.steps = dict(rows.select("step", "seconds").iter_rows())
-        ends = rows.sort("end").select("end", "step").rows()
-        own = [w for w in leases.waits if w.job == job and w.phase != "init"]
-        # Where the coordinator logged no step, it is the one that ended next.
-        steps = [w.step if w.step in self.steps else next((s for end, s in ends if end >= w.end), None) for w in own]
-        self.waits = [replace(w, step=step) for w, step in zip(own, steps, strict=True) if step is not None]
+        self.waits = [w for w in leases.waits if w.job == job and w.phase != "init" and w.step in self.steps]
         self.spent: dict[int, float] = dict.fromkeys(self.steps, 0.0)
         self.in_turn = dict.fromkeys(self.steps, 0.0)
         for wait in self.waits:

@@ -33,6 +33,7 @@ from verl_mux.errors import UserError
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import MAX_STEP, ROLES, Line, LogFile
 from verl_mux.profiling.plain.lines import read_lines as read_log
+from verl_mux.profiling.report.formats.log_line import log_line
 
 _ANSWERS = ("chat", "text_completion", "generate_content")
 _KINDS = {"LLM": events.TURN_ENGINE_CALL, "TOOL": events.TOOL_EXECUTION, "EVALUATOR": events.REWARD}
@@ -111,16 +112,10 @@ def _as_lines(spans: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         worker = span["resource"].get("service.instance.id", root["resource"].get("service.instance.id", ""))
         holders = (span["attributes"], root["attributes"], span["resource"], root["resource"])
         steps = (holder[key] for holder in holders for key in _STEPS if isinstance(holder.get(key), int))
-        yield {
-            "timestamp": datetime.fromtimestamp(span["end"]).isoformat(timespec="microseconds"),
-            "event": name,
-            "duration_sec": round(max(span["end"] - span["start"], 0.0), 6),
-            "extra": {key: value for key, value in extra.items() if value is not None},
-            "workid": workers.setdefault(repr(worker), len(workers)),
-            "step": min(max(next(steps, 0), 0), MAX_STEP),
-            "role": "rollout",
-            "job": str(span["resource"].get("service.name", "")),
-        }
+        known = {key: value for key, value in extra.items() if value is not None}
+        step, number = min(max(next(steps, 0), 0), MAX_STEP), workers.setdefault(repr(worker), len(workers))
+        end, seconds = datetime.fromtimestamp(span["end"]), round(span["end"] - span["start"], 6)
+        yield log_line(end, name, seconds, known, step, "rollout", number, str(span["resource"].get("service.name", "")))
 
 
 def _our_line(text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mux.errors import UserError
+from verl_mux.profiling.report.formats.log_line import log_line
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -28,12 +29,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         name, process = str(row["cat"]).removeprefix("task::"), f"{row.get('pid')} {row.get('tid')}"
         of_task = ranks.setdefault(name, {})
         calls[name, process] += 1
-        end = datetime.fromtimestamp((row["ts"] + row["dur"]) / 1e6, tz=timezone.utc).replace(tzinfo=None)
-        yield {
-            "timestamp": end.isoformat(timespec="microseconds"), "event": name, "duration_sec": row["dur"] / 1e6,
-            "extra": {"node": str(row.get("pid"))}, "workid": of_task.setdefault(process, len(of_task)),
-            "step": calls[name, process], "role": "trainer", "job": "",
-        }  # fmt: skip
+        end = datetime.fromtimestamp((row["ts"] + row["dur"]) / 1e6, tz=timezone.utc)
+        rank, about = of_task.setdefault(process, len(of_task)), {"node": str(row.get("pid"))}
+        yield log_line(end, name, row["dur"] / 1e6, about, calls[name, process], "trainer", rank)
 
 
 def _is_task(row: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from verl_mux.profiling.eventlog import events
+from verl_mux.profiling.report.formats.log_line import log_line
 
 QUIET_S = 1.0  # without a request: a step is over
 _TEXT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)[^\]]*\] Finish: obj=.*?, out=(.*)")
@@ -47,23 +48,20 @@ def parse(text: str, replica: str) -> Finished | None:
         try:
             line = json.loads(text[text.index("{") :])
             meta = line["out"]["meta_info"]
-            end, name, reason = (
-                datetime.fromisoformat(line["timestamp"]),
-                str(meta.get("id", line["rid"])),
-                meta.get("finish_reason"),
-            )
-            return Finished(
-                replica, name, end, float(meta["e2e_latency"]), reason["type"] if isinstance(reason, dict) else None, meta
-            )
+            end, name = datetime.fromisoformat(line["timestamp"]), str(meta.get("id", line["rid"]))
+            reason = meta.get("finish_reason")
+            why = reason["type"] if isinstance(reason, dict) else None
+            return Finished(replica, name, end, float(meta["e2e_latency"]), why, meta)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
     if (found := _TEXT.search(text)) is None:
         return None
     meta = {key: float(value[1]) for key, pattern in _NUMBER.items() if (value := pattern.search(found[2]))}
-    of, why = _NAME.search(found[2]), _REASON.search(found[2])
+    of, reasons = _NAME.search(found[2]), _REASON.search(found[2])
     if of is None or "e2e_latency" not in meta:
         return None
-    return Finished(replica, of[1], datetime.fromisoformat(found[1]), meta["e2e_latency"], why[1] if why else None, meta)
+    end, why = datetime.fromisoformat(found[1]), reasons[1] if reasons else None
+    return Finished(replica, of[1], end, meta["e2e_latency"], why, meta)
 
 
 def lines(finished: list[Finished]) -> Iterator[dict[str, Any]]:
@@ -77,19 +75,11 @@ def lines(finished: list[Finished]) -> Iterator[dict[str, Any]]:
         counted = {key: int(it.meta[name]) for key, name in _TOKENS.items() if isinstance(it.meta.get(name), (int, float))}
         where = {"request_id": it.name, "turn": 1, "replica": replicas[it.replica], "node": it.replica, **counted}
         where |= {"queue_sec": float(it.meta["queue_time"])} if isinstance(it.meta.get("queue_time"), (int, float)) else {}
-        yield _line(it, step, "server", replicas[it.replica], events.ENGINE_GENERATE, where | {"finish": it.reason})
-        yield _line(it, step, "rollout", 0, events.TURN_ENGINE_CALL, where | {"finish_reason": it.reason})
+        served, called = where | {"finish": it.reason}, where | {"finish_reason": it.reason}
         about = {"request_id": it.name, "turns": 1, "finish_reason": it.reason}
-        yield _line(it, step, "rollout", 0, events.REQUEST_COMPLETE, about)
+        yield log_line(it.end, events.ENGINE_GENERATE, it.seconds, served, step, "server", replicas[it.replica])
+        yield log_line(it.end, events.TURN_ENGINE_CALL, it.seconds, called, step, "rollout")
+        yield log_line(it.end, events.REQUEST_COMPLETE, it.seconds, about, step, "rollout")
 
 
 _TOKENS = {"prompt_tokens": "prompt_tokens", "response_tokens": "completion_tokens", "cached_tokens": "cached_tokens"}
-
-
-def _line(it: Finished, step: int, role: str, worker: int, event: str, extra: dict[str, Any]) -> dict[str, Any]:
-    line = {
-        "timestamp": it.end.replace(tzinfo=None).isoformat(timespec="microseconds"),
-        "event": event,
-        "duration_sec": it.seconds,
-    }
-    return line | {"extra": extra, "workid": worker, "step": step, "role": role, "job": ""}

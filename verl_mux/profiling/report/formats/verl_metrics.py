@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_mux.profiling.eventlog import events
 from verl_mux.profiling.plain.lines import MAX_STEP
+from verl_mux.profiling.report.formats.log_line import log_line
 
 _STEP = re.compile(r"(?:^|\s)step:(\d{1,9}) - (.*)")
 # In the order in which a step does them; verl's names, and ours. Others keep theirs, behind these.
@@ -48,10 +49,15 @@ class Clock:
         at = ended - whole
         for part in parts:
             at += timed[part]
-            yield _line(step, min(at, ended), _PARTS.get(part, part), timed[part], {})
+            yield log_line(_when(min(at, ended)), _PARTS.get(part, part), timed[part], {}, step, "trainer")
         about = {"reward": figures.get("critic/score/mean"), "response_length": figures.get("response_length/mean")}
-        yield _line(step, ended, events.STEP, whole, {key: value for key, value in about.items() if value is not None})
+        known = {key: value for key, value in about.items() if value is not None}
+        yield log_line(_when(ended), events.STEP, whole, known, step, "trainer")
         self.at = ended
+
+
+def _when(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, tz=timezone.utc)
 
 
 def _figures(text: str) -> dict[str, float]:
@@ -72,9 +78,3 @@ def _figures(text: str) -> dict[str, float]:
         if key and re.fullmatch(r"-?\d+(\.\d*)?(e[+-]?\d+)?", value):
             figures[key] = float(value)
     return figures
-
-
-def _line(step: int, end: float, event: str, seconds: float, extra: dict[str, Any]) -> dict[str, Any]:
-    stamp = datetime.fromtimestamp(end, tz=timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds")
-    line = {"timestamp": stamp, "event": event, "duration_sec": max(seconds, 0.0), "extra": extra}
-    return line | {"workid": 0, "step": step, "role": "trainer", "job": ""}

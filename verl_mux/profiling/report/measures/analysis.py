@@ -4,7 +4,7 @@ what their schedulers counted). Runs in the report; called by findings/, output/
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -256,6 +256,21 @@ def was_let_in(stays: pl.DataFrame) -> pl.DataFrame:
 
 def middle(values: list[float]) -> float:
     return float(np.median(values))
+
+
+NORMAL = 1.4826  # a normal's standard deviation over its median absolute deviation
+
+
+def log_spread(values: Sequence[float] | np.ndarray) -> float:
+    """Of positive values' logarithms, as a standard deviation that a few far values do not move."""
+    logs = np.log(np.maximum(values, 1e-9))
+    return NORMAL * float(np.median(np.abs(logs - np.median(logs))))
+
+
+def log_spread_of(values: pl.Expr) -> pl.Expr:
+    """The same of a group's values."""
+    logs = values.log()
+    return (NORMAL * (logs - logs.median()).abs().median()).alias("spread")
 
 
 UNAWAITED = 0.1  # of a job's steps

@@ -92,8 +92,8 @@ class Leases:
 def make_leases(spans: pl.DataFrame) -> Leases:
     """From the coordinator's `lease_held` and `lease_wait`; without a coordinator, from each trainer's `phase`."""
     coordinator = spans.filter(pl.col("role") == "coordinator")
-    held = coordinator.filter(pl.col("event") == events.LEASE_HELD)
-    waited = coordinator.filter(pl.col("event") == events.LEASE_WAIT)
+    leased = _with_steps(coordinator.filter(pl.col("event").is_in([events.LEASE_HELD, events.LEASE_WAIT])), spans)
+    held, waited = (leased.filter(pl.col("event") == event) for event in (events.LEASE_HELD, events.LEASE_WAIT))
     if held.is_empty():
         trainer = spans.filter(pl.col("role") == "trainer")
         held = trainer.filter((pl.col("event") == events.PHASE) & pl.col("phase").is_not_null())
@@ -102,6 +102,15 @@ def make_leases(spans: pl.DataFrame) -> Leases:
     holders = _Holders(holds)
     waits = [replace(wait, behind=holders.during(wait)) for wait in map(_hold, waited.sort("start").iter_rows(named=True))]
     return Leases(holds, waits, _pools(holds), _segments(coordinator, holds))
+
+
+def _with_steps(leased: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """Where a coordinator logged no step of a phase, it is the one of the job that ended next."""
+    ends = spans.filter((pl.col("event") == events.STEP) & (pl.col("role") == "trainer")).sort("end")
+    ends = ends.select("end", of_job="job", ended="step")
+    found = leased.sort("end").join_asof(ends, on="end", by="of_job", strategy="forward", check_sortedness=False)
+    lacks = (pl.col("step") == 0) & (pl.col("phase") != "init")
+    return found.with_columns(step=pl.when(lacks).then(pl.coalesce("ended", "step")).otherwise("step")).drop("ended")
 
 
 def _hold(row: dict) -> Hold:
