@@ -153,11 +153,8 @@ def _long_answers(analysis: Analysis, typical: dict[str, float], explained: set[
         for unit, least in (("request_id", 1), ("prompt", 2)) if rows.height >= MIN_ANSWERS else ():
             same = ("step", unit)
             middle, answers = pl.col("tokens").median().over(same).alias("middle"), pl.len().over(same).alias("answers")
-            each = (
-                rows.with_columns(middle, answers)
-                .unique(same, keep="last", maintain_order=True)
-                .filter(pl.col("answers") >= least)
-            )
+            each = rows.with_columns(middle, answers).filter(pl.col("answers") >= least)
+            each = each.unique(same, keep="last", maintain_order=True)
             if each.is_empty():
                 continue
             usual = float(each["middle"].median())

@@ -65,11 +65,7 @@ def find_slow(analysis: Analysis) -> list[Finding]:
 def _usual_step(analysis: Analysis, job: str) -> float:
     spans = analysis.spans.filter((pl.col("job") == job) & (pl.col("event") == events.STEP))["seconds"].drop_nulls()
     if spans.len() == 0:  # how long what is logged of a step went on
-        steps = (
-            analysis.run.tables.totals.filter(pl.col("job") == job)
-            .group_by("step")
-            .agg(pl.col("first").min(), pl.col("last").max())
-        )
+        steps = analysis.run.tables.totals.filter(job=job).group_by("step").agg(pl.col("first").min(), pl.col("last").max())
         spans = (steps["last"] - steps["first"]).drop_nulls()
     return float(spans.median() or 0.0)
 
@@ -142,10 +138,8 @@ def find_incidents(analysis: Analysis) -> list[Finding]:
         key = (row["event"], about["job"], row["node"], row["host"])
         count = found[key].evidence["count"] + 1 if key in found else 1
         text = _SAID[row["event"]].format(**{name: "?" if value is None else value for name, value in about.items()})
-        place = (about["job"], row["step"], None, row["seconds"] or 0.0)
-        evidence = {"event": row["event"], "count": count}
-        new = Finding(
-            "incident", *place, text, SAID_ADVICE, node=row["node"], start=row["start"], end=row["end"], evidence=evidence
-        )
+        what = ("incident", about["job"], row["step"], None, row["seconds"] or 0.0, text, SAID_ADVICE)
+        times = {"start": row["start"], "end": row["end"]}
+        new = Finding(*what, node=row["node"], evidence={"event": row["event"], "count": count}, **times)
         found[key] = new if key not in found or new.seconds >= found[key].seconds else found[key]
     return list(found.values())

@@ -179,15 +179,10 @@ def find_slow_engines(paced: pl.DataFrame, odd: Collection[Place]) -> list[Findi
             unsure = max(max(FEW_SPREAD, row["spread"]) / np.sqrt(row["stays"]), MIN_SPREAD)
             ratio, lost = row["pace"] / best, (1 - best / row["pace"]) * row["usual"]
             if ratio >= max(SLOWER, np.exp(DEVIATIONS * unsure)) and row["rate"] <= rate / SLOWER and lost >= COST * row["whole"]:
-                text = (
-                    f"all engines took {ratio:.1f} times as long for a token in step {row['step']} as in the run's better steps"
-                )
+                text = f"all engines took {ratio:.1f} times as long for a token in step {row['step']} as in better steps"
                 advice = ENGINE_ADVICE.format(ratio=ratio, place="all engines", others="usual")
-                found.append(
-                    Finding(
-                        "slow_engines", job, row["step"], None, lost, text, advice, evidence={"times_slower": round(ratio, 3)}
-                    )
-                )
+                evidence = {"times_slower": round(ratio, 3)}
+                found.append(Finding("slow_engines", job, row["step"], None, lost, text, advice, evidence=evidence))
     return [over_steps([f for f in found if f.job == job]) for job in dict.fromkeys(f.job for f in found)]
 
 

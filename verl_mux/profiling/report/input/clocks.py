@@ -35,13 +35,8 @@ def aligned(tables: Tables) -> tuple[Tables, dict[Clock, float]]:
         return tables, {}
     columns = {"job": pl.String, "role": pl.String, "worker": pl.Int64, "by": pl.Float64}
     offsets = pl.DataFrame([(*clock, by) for clock, by in ahead.items()], columns, orient="row")
-    times = {
-        "requests": "start at_work last completed aborted reward_end",
-        "turns": "engine_end",
-        "calls": "end",
-        "totals": "first last",
-    }
-    times |= {"spans": "start end", "stays": "start end"}
+    times = {"requests": "start at_work last completed aborted reward_end", "turns": "engine_end", "calls": "end"}
+    times |= {"totals": "first last", "spans": "start end", "stays": "start end"}
     moved = {name: _moved(getattr(tables, name), offsets, columns.split()) for name, columns in times.items()}
     return replace(tables, **moved), ahead
 
@@ -59,11 +54,8 @@ def _by_stays(tables: Tables) -> tuple[dict[Clock, float], dict[Clock, Clock]]:
     stays = numbered_stays(tables.stays).select(*STAY_KEY, "seen_by", "worker", "end")
     served, called = (stays.filter(pl.col("seen_by") == side).drop("seen_by") for side in ("server", "rollout"))
     pairs = called.join(served, on=STAY_KEY, suffix="_served").with_columns(by=pl.col("end_served") - pl.col("end"))
-    between = (
-        pairs.group_by("job", "worker", "worker_served")
-        .agg(pl.len().alias("n"), pl.col("by").median())
-        .filter(pl.col("n") >= MIN_STAYS)
-    )
+    between = pairs.group_by("job", "worker", "worker_served").agg(pl.len().alias("n"), pl.col("by").median())
+    between = between.filter(pl.col("n") >= MIN_STAYS)
     beside: dict[Clock, dict[Clock, float]] = {}
     for job, worker, server, _, by in between.sort("worker", "worker_served").rows():
         caller, engine = (job, "rollout", worker), (job, "server", server)
@@ -87,11 +79,8 @@ def _by_starts(tables: Tables, ahead: dict[Clock, float]) -> dict[Clock, float]:
         [(job, worker, by) for (job, role, worker), by in ahead.items() if role == "rollout"],
         {"job": pl.String, "worker": pl.Int64, "by": pl.Float64}, orient="row",
     )  # fmt: skip
-    starts = (
-        tables.requests.group_by("job", "step", "worker")
-        .agg(pl.col("start", "at_work").min())
-        .join(known, on=["job", "worker"], how="left")
-    )
+    starts = tables.requests.group_by("job", "step", "worker").agg(pl.col("start", "at_work").min())
+    starts = starts.join(known, on=["job", "worker"], how="left")
     starts = starts.with_columns(pl.coalesce("at_work", "start") - pl.col("by").fill_null(0.0)).sort("worker")
     late = starts.with_columns(by=pl.col("at_work") - pl.col("at_work").first().over("job", "step"))
     found = late.group_by("job", "worker").agg(
