@@ -105,7 +105,8 @@ def test_a_turn_that_is_cut_off_goes_on_as_the_same_turn_in_the_step_of_its_laun
     asyncio.run(run())
     calls = named(log, "turn_engine_call")
     assert [(c["turn"], c["stay"], c["finish_reason"], c["at"]) for c in calls] == [(1, 1, "abort", 5), (1, 2, "stop", 6)]
-    (parked,) = named(log, "request_parked")
+    # On a busy machine it may also have been parked before its first stay, for a moment.
+    (parked,) = [it for it in named(log, "request_parked") if it["reason"] != "not launched"]
     assert (parked["turn"], parked["reason"], parked["at"]) == (1, "cut off", 6)
     (done,) = named(log, "async_rollout_request_complete")
     assert (done["turns"], done["stays"], done["at"]) == (1, 2, 6) and done["parked_sec"] >= 0.01
