@@ -1,13 +1,12 @@
-"""Run a command while the jobs of a run file have their Ray clusters, one for all or several, and each host has an agent.
+"""Run a command while the hosts of a run file's nodes are one Ray cluster, and each has an agent.
 
-    python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml
+    python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml --submit http://ADDRESS:20002
 
-Without a command the clusters and agents go on until this program is ended. With --print nothing is started: it prints each
-`ray start` with its host. Runs on the machine of `verl-mux run`, which
-`bind` and each job's `ray` name; it holds the head of each cluster. `--via` is what starts a command on a host. Each node of
-a cluster's jobs is one `ray start` on the node's host, with the resource `mux_NODE`, the node's GPUs and ports of the cluster's
-own: the 50 from the port of `ray`. What runs on a host is started again when it ends, and is ended when its standard input ends:
-at the end of this program, or when this machine is gone.
+Without a command cluster and agents go on until this program is ended. With --print nothing is started: it prints each `ray start`
+with its host. Runs on the machine of `verl-mux run`, whose ADDRESS `bind` or `coordinator` names, and holds the cluster's head
+there, with Ray's job server. `--via` is what starts a command on a host. Each host is one `ray start`, with the GPUs of its
+nodes and a resource `mux_NODE` for each. What runs on a host is started again when it ends, and is ended when its standard input
+ends: at the end of this program, or when this machine is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 import yaml
 
-BLOCK, PER_NODE = 50, 10  # ports of a cluster; of each of its nodes on one host
+PORT, OF_NODES = 20_000, 20_010  # the first of the head's ports, and of each other Ray node's
 SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port",
@@ -63,46 +62,25 @@ while True:  # until two looks agree: a `ray start` that Ray gives up after 30 s
 """
 
 
-def plan(run: dict[str, Any], pools: dict[str, Any]) -> list[tuple[str, str, dict[str, str], list[str]]]:
-    """(cluster, host, variables, `ray start`) of each node of each cluster that jobs name; by its address.
-
-    Raises:
-        SystemExit: the clusters' ports overlap, or one has too many nodes on a host.
-    """
-    nodes = {node["name"]: node for pool in pools.values() for node in pool["nodes"]}
-    clusters: dict[str, list[str]] = {}
-    for job in run["jobs"].values():
-        if "ray" in job:
-            clusters.setdefault(job["ray"], []).extend([*job["nodes"]["train"], *job["nodes"]["rollout"]])
-    ports = sorted(int(address.rpartition(":")[2]) for address in clusters)
-    if any(b - a < BLOCK for a, b in zip(ports, ports[1:], strict=False)):
-        sys.exit(f"clusters.py: the ports of the jobs' `ray` must be {BLOCK} apart; they are {', '.join(map(str, ports))}")
+def plan(address: str, pools: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """(host, `ray start`) of each host of the nodes, in a cluster whose head is at that address."""
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for node in (node for pool in pools.values() for node in pool["nodes"]):
+        hosts.setdefault(node["host"], []).append(node)
     found = []
-    for address, of_jobs in clusters.items():
-        places: dict[str, int] = {}
-        for node in dict.fromkeys(of_jobs):
-            host, about = nodes[node]["host"], nodes[node]
-            places[host] = place = places.get(host, 0) + 1
-            if place >= BLOCK // PER_NODE:
-                sys.exit(f"clusters.py: the cluster at {address} has more than {BLOCK // PER_NODE - 1} nodes on host {host}")
-            variables = {"VERL_MUX_NODE": node}
-            if about.get("gpu_ids") is not None:
-                variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, about["gpu_ids"]))
-            resources = json.dumps({f"mux_{node}": 1})
-            options = {"address": address, "num-gpus": about.get("gpus", 1), "resources": resources}
-            options["object-store-memory"] = OBJECT_STORE
-            first_port = int(address.rpartition(":")[2]) + place * PER_NODE
-            found.append((address, host, variables, ray_start(first_port, SERVICES, options)))
+    for host, nodes in hosts.items():
+        gpus = sum(len(node.get("gpu_ids") or ()) or node.get("gpus", 1) for node in nodes)
+        resources = json.dumps({f"mux_{node['name']}": 1 for node in nodes})
+        options = {"address": address, "num-gpus": gpus, "resources": resources, "object-store-memory": OBJECT_STORE}
+        found.append((host, ray_start(OF_NODES, SERVICES, options)))
     return found
 
 
-def head(address: str) -> list[str]:
-    """The `ray start` of a cluster's head, which offers nothing."""
-    ip, _, port = address.rpartition(":")
-    # The folder is that of the cluster's nodes too, on each host.
-    options = {"node-ip-address": ip, "num-cpus": 0, "num-gpus": 0, "temp-dir": f"/tmp/verl_mux_ray_{port}"}
-    options["object-store-memory"] = HEADS_OBJECT_STORE
-    return [*ray_start(int(port), OF_HEAD + SERVICES, options), "--head", "--include-dashboard=false"]
+def head(ip: str) -> list[str]:
+    """The `ray start` of the cluster's head, which offers nothing but the job server."""
+    options = {"node-ip-address": ip, "num-cpus": 0, "num-gpus": 0, "temp-dir": "/tmp/verl_mux_ray"}  # the nodes' folder too
+    options |= {"object-store-memory": HEADS_OBJECT_STORE, "dashboard-host": ip, "include-dashboard": "true"}
+    return [*ray_start(PORT, OF_HEAD + SERVICES, options), "--head"]
 
 
 def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any]) -> list[str]:
@@ -113,19 +91,11 @@ def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any
     return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--log-color=false", *words]
 
 
-def lines(run: dict[str, Any], pools: dict[str, Any]) -> list[str]:
+def lines(ip: str, pools: dict[str, Any]) -> list[str]:
     """`host: command` of each Ray node that `main` would start."""
-    heads = [(address, address.rpartition(":")[0], {}, head(address)) for address in addresses(run)]
     dull = ("--block", "--disable-usage-stats", "--log-color=false")
-    found = []
-    for _, host, variables, (_, _, _, *words) in [*heads, *plan(run, pools)]:
-        given = [f"{name}={value}" for name, value in variables.items()]
-        found.append(f"{host}: {shlex.join([*given, 'ray', *(word for word in words if word not in dull)])}")
-    return found
-
-
-def addresses(run: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(job["ray"] for job in run["jobs"].values() if "ray" in job))
+    started = [(ip, head(ip)), *plan(f"{ip}:{PORT}", pools)]
+    return [f"{host}: {shlex.join(['ray', *(word for word in words if word not in dull)])}" for host, (_, _, _, *words) in started]
 
 
 def on_host(via: str, host: str, command: list[str], variables: dict[str, str]) -> list[str]:
@@ -141,7 +111,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="the run's folder, instead of the file's `dir`")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--via", help="what starts a command on a host, with {host} for its name")
-    how.add_argument("--print", action="store_true", help="print what would be started where, without the clusters' token")
+    how.add_argument("--print", action="store_true", help="print what would be started where, without the cluster's token")
     parser.add_argument(
         "--pools", type=Path, help="the coordinator's file, where the run file names a coordinator by its address"
     )
@@ -149,16 +119,18 @@ def main() -> int:
     own, command = sys.argv[1:], []
     if "--" in own:
         own, command = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser.add_argument("--at-once", type=int, help="nodes that start up together; all, unless hosts share one small machine")
+    parser.add_argument("--at-once", type=int, help="hosts that start up together; all, unless they share one small machine")
     given, command = parser.parse_args(own), command or ["sleep", "infinity"]
     run = yaml.safe_load(given.run.read_text())
     folder = (given.dir or Path(run["dir"])).absolute()
     coordinator = run["coordinator"]
     pools = yaml.safe_load(given.pools.read_text())["pools"] if given.pools else coordinator["pools"]
-    if given.print:
-        print("\n".join(lines(run, pools)))
-        return 0
     address, keys = run.get("bind") or coordinator, Path(run.get("keys") or folder / "keys")
+    ip = address.removeprefix("tcp://").rpartition(":")[0]
+    cluster, nodes = f"{ip}:{PORT}", plan(f"{ip}:{PORT}", pools)
+    if given.print:
+        print("\n".join(lines(ip, pools)))
+        return 0
     token = folder / "ray_token"
     folder.mkdir(parents=True, exist_ok=True)
     if not keys.exists():
@@ -170,32 +142,28 @@ def main() -> int:
     of_jobs = {**{name: str(value) for name, value in (run.get("environment") or {}).items()}, **variables}
     agent = [sys.executable, "-m", "verl_mux", "agent", "--coordinator", address, "--keys", str(keys)]
     agent += ["--log-dir", str(folder / "agents")]
-    nodes = plan(run, pools)
     log = (folder / "clusters.log").open("a")
     kept: list[subprocess.Popen] = []
 
     def keep(words: list[str]) -> None:
         kept.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True))
 
-    def wait(cluster: str, *offers: str) -> None:
+    def wait(*offers: str) -> None:
         words = [sys.executable, "-c", WAIT, cluster, *offers]
         if subprocess.run(words, env=environment, stdout=log, stderr=log, check=False).returncode:
             sys.exit(f"clusters.py: the Ray cluster at {cluster} did not come up (log: {log.name})")
 
     environment = {**os.environ, **variables}
     try:
-        for cluster in addresses(run):
-            keep(on_host("", "", head(cluster), of_jobs))
-        for cluster in addresses(run):
-            wait(cluster)
+        keep(on_host("", "", head(ip), of_jobs))
+        wait()
         together = given.at_once or len(nodes)
         for first in range(0, len(nodes), together):
-            group = nodes[first : first + together]
-            for _, host, own_variables, words in group:
-                keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], {**of_jobs, **own_variables}))
-            for cluster in dict.fromkeys(cluster for cluster, *_ in group):
-                wait(cluster, *(f"mux_{given['VERL_MUX_NODE']}" for of, _, given, _ in group if of == cluster))
-        for host in dict.fromkeys(host for _, host, _, _ in nodes):
+            group = dict(nodes[first : first + together])
+            for host, words in group.items():
+                keep(on_host(given.via, host, [*words, *shlex.split(given.ray)], of_jobs))
+            wait(*(f"mux_{node['name']}" for pool in pools.values() for node in pool["nodes"] if node["host"] in group))
+        for host, _ in nodes:
             keep(on_host(given.via, host, agent, {}))
         running = subprocess.Popen(command, env=environment, start_new_session=True)
         for number in (signal.SIGINT, signal.SIGTERM):

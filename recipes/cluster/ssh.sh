@@ -13,4 +13,5 @@ mkdir -p "${DIR}"
 bash "${here}/fill.sh" "${here}/jobs.yaml" "${BIND}" "${DIR}" "$@" >"${DIR}/run.yaml"
 # A host that does not answer for two minutes is lost; a link that comes back before is not noticed.
 via="ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=8 -- {host}"
-exec python "${here}/clusters.py" "${DIR}/run.yaml" --via "${via}" -- verl-mux run "${DIR}/run.yaml"
+exec python "${here}/clusters.py" "${DIR}/run.yaml" --via "${via}" -- \
+  verl-mux run "${DIR}/run.yaml" --submit "http://${BIND}:20002"

@@ -60,14 +60,13 @@ class World:
             slow = f"reward.custom_reward_function.path={self.folder}/assets/slow_reward.py"
             # Two ranks divide it, and a rollout is long enough to be met in it.
             sizes = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_response_length=128"]
-            job["overrides"] = [*tiny.overrides(self.folder / "assets", STEPS), *resuming, *both, *sizes]
+            keys = [word for word in tiny.overrides(self.folder / "assets", STEPS) if "ray_init" not in word]
+            job["overrides"] = [*keys, *resuming, *both, *sizes, "mux.launch.warm=false"]
             job["overrides"] += [slow] if name == "wide" else []
-        for number, job in enumerate(jobs.values()):
-            job["ray"] = f"{self.bed.address}:{20_000 + 50 * number}"
         run = {"dir": str(self.out), "coordinator": self.address, "keys": str(self.folder / "keys"), "jobs": jobs}
         file = self.folder / "run.yaml"
         file.write_text(yaml.safe_dump({**run, "environment": example["environment"]}))
-        run_it = [sys.executable, "-m", "verl_mux", "run", str(file)]
+        run_it = [sys.executable, "-m", "verl_mux", "run", str(file), "--submit", f"http://{self.bed.address}:20002"]
         command = with_clusters(file, NAME, run_it, "--pools", str(self.folder / "pools.yaml"), *SMALL_RAY)
         log = (self.folder / "launcher.log").open("a")
         self._launcher = subprocess.Popen(command, stdout=log, stderr=log)
@@ -137,7 +136,8 @@ class World:
             try:
                 if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
                     title = " ".join(process.cmdline())
-                    found += [process] if any(word in title for word in words) else []
+                    follows = "verl_mux.warm.submitted" in title  # the driver, for the launcher
+                    found += [process] if any(word in title for word in words) and not follows else []
             except (OSError, psutil.Error):
                 continue
         return found

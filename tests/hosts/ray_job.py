@@ -1,4 +1,4 @@
-"""A job with a Ray cluster on the bed's hosts, as recipes/cluster/clusters.py starts it, and a stand-in for verl's driver.
+"""A job in a Ray cluster over the bed's hosts, as recipes/cluster/clusters.py starts it, and a stand-in for verl's driver.
 
 `python -m tests.hosts.ray_job FILE OUT ...`: the job's process, as `verl-mux run` starts it.
 """
@@ -22,23 +22,23 @@ from verl_mux.launcher import run_file
 from verl_mux.launcher.run_processes import JobProcess
 
 LIMIT_S = 400
-PORTS_FROM = 20_000
+SERVER = f"http://{SUBNET}.254:20002"
 
 
 class RayJob:
     """A job in a run of its own on this machine. `nodes`: (name, host, gpu_ids), the training node first."""
 
-    def __init__(self, folder: Path, nodes: Sequence[tuple[str, str, list[int]]], *driver: str, number: int = 0) -> None:
+    def __init__(self, folder: Path, nodes: Sequence[tuple[str, str, list[int]]], *driver: str) -> None:
         self.out, self.log, self._driver = folder / "out.json", folder / "job.log", driver
         folder.mkdir()
         given = [{"name": name, "host": host, "gpu_ids": gpus} for name, host, gpus in nodes]
         names = {"train": [nodes[0][0]], "rollout": [name for name, _, _ in nodes[1:]] or [nodes[0][0]]}
         run = {
             "dir": str(folder),
-            "bind": f"tcp://{SUBNET}.254:{5600 + number}",
+            "bind": f"tcp://{SUBNET}.254:5600",
             "coordinator": {"pools": {"all": {"nodes": given}}},
             "environment": {"PYTHONPATH": str(ROOT), "RAY_enable_metrics_collection": "0"},
-            "jobs": {"job": {"ray": f"{SUBNET}.254:{PORTS_FROM + 50 * number}", "nodes": names}},
+            "jobs": {"job": {"nodes": names}},
         }
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(run))
@@ -79,9 +79,9 @@ class RayJob:
 
 def start(file: str, out: str, *driver: str) -> int:
     """Run the stand-in in the place of verl. Returns its exit code."""
-    run = run_file.read(Path(file))
+    run = run_file.read(Path(file), more={"submit": SERVER})
     job = JobProcess("job", run.jobs["job"], run, run.bind)
-    job._command = [sys.executable, "-m", "tests.hosts.ray_driver", out, *driver, run.jobs["job"].ray]
+    job._command = [sys.executable, "-m", "verl_mux.warm.submitted", SERVER, "tests.hosts.ray_driver", out, *driver]
     job.start()
     try:
         code = job._process.wait()

@@ -1,14 +1,19 @@
-"""`examples/hosts/run.sh`: two real jobs on three hosts, as a person runs it."""
+"""`examples/hosts/run.sh`: two real jobs in one Ray cluster over three hosts, as a person runs it; and once more, with one of them
+killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -16,12 +21,14 @@ from tests.e2e import tiny
 from tests.hosts.conftest import EXAMPLE
 from tests.hosts.faults import mapped_without_lease, two_holders
 from tests.hosts.interfaces import Sync, copies, read, summary, weights_bytes
+from verl_mux.coordinator.bus.members import UID_VARIABLE
+from verl_mux.launcher.marked_process import read_note
 
 pytestmark = pytest.mark.hosts
 ROOT = Path(__file__).parents[2]
 STEPS, JOBS = 5, ("wide", "narrow")
 _TASK = {"wide": "fibonacci", "narrow": "products"}
-_LIMIT_S, _LIMIT_BYTES = 1200, 22 * 2**30
+_LIMIT_S, _LIMIT_BYTES, _ENDED_S = 1200, 22 * 2**30, 30
 # Of the hosts' interfaces, beside the run's folder.
 _COUNTERS = "interfaces.jsonl"
 
@@ -39,7 +46,7 @@ def run(tmp_path_factory) -> Path:
     began, directory = time.monotonic(), tmp_path_factory.mktemp("hosts") / "run"
     recorder = subprocess.Popen([sys.executable, "-m", "tests.hosts.interfaces", directory.with_name(_COUNTERS)], cwd=ROOT)
     try:
-        _run(ROOT / "examples" / "hosts.yaml", directory)
+        _end(_start(directory), directory, 0)
     finally:
         recorder.kill()
         recorder.wait()
@@ -47,28 +54,54 @@ def run(tmp_path_factory) -> Path:
     return directory
 
 
-def _run(file: Path, directory: Path) -> Path:
-    command = ["bash", str(EXAMPLE / "run.sh"), str(directory), str(file)]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=2 * _LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    return directory
+def _start(directory: Path) -> subprocess.Popen:
+    with directory.with_name("out").open("w") as out:
+        command = ["bash", str(EXAMPLE / "run.sh"), str(directory)]
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}, stdout=out, stderr=out)
 
 
-@pytest.fixture(scope="module", params=JOBS)
-def alone(request, run, tmp_path_factory) -> tuple[str, Path]:
-    """A job and the folder of its run by itself, on the same hosts."""
-    folder = tmp_path_factory.mktemp("alone")
-    file = folder / "hosts.yaml"
-    text = (ROOT / "examples" / "hosts.yaml").read_text().replace("{here}", str(ROOT / "examples"))  # which every host sees
-    spec = yaml.safe_load(text)
-    file.write_text(yaml.safe_dump({**spec, "jobs": {request.param: spec["jobs"][request.param]}}))
-    return request.param, _run(file, folder / "run")
+def _end(running: subprocess.Popen, directory: Path, code: int) -> None:
+    assert running.wait(_LIMIT_S) == code, directory.with_name("out").read_text()
+
+
+@pytest.fixture(scope="module")
+def killed(run, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder of a run whose `narrow` was killed after a step, and what was left of that job half a minute later."""
+    directory = tmp_path_factory.mktemp("killed") / "run"
+    running = _start(directory)
+    until(lambda: running.poll() is not None or _steps(directory, "narrow"))
+    uid = read_note(directory / "narrow").uid
+    (driver,) = [it for it in _of_job(uid) if "verl.trainer.main_ppo" in it and "submitted" not in it]
+    os.kill(int(driver.split()[0]), signal.SIGKILL)
+    until(lambda: not _of_job(uid), _ENDED_S)
+    left = _of_job(uid)
+    _end(running, directory, 1)
+    return directory, left
+
+
+def until(condition: Callable[[], object], seconds: float = _LIMIT_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _of_job(uid: str) -> list[str]:
+    """Pid and words of each process with the job's mark, on all hosts."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(UID_VARIABLE) == uid:
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+    return found
+
+
+def _steps(directory: Path, job: str) -> list[dict]:
+    return [e for e in tiny.events(directory, job) if e["event"] == "step"]
 
 
 def test_both_jobs_do_all_their_steps(run):
     for job in JOBS:
-        assert [e["step"] for e in tiny.events(run, job) if e["event"] == "step"] == list(range(1, STEPS + 1))
+        assert [e["step"] for e in _steps(run, job)] == list(range(1, STEPS + 1))
 
 
 def test_every_rank_and_every_engine_of_the_wide_job_got_weights_at_each_step(run):
@@ -118,11 +151,14 @@ def test_the_agents_saw_each_job_where_its_leases_are_and_nowhere_else(run):
     assert two_holders(run) == [] and mapped_without_lease(run, run / "coordinator") == []
 
 
-@pytest.mark.parametrize("key", ["reward", "loss"])
-def test_each_step_is_as_if_the_job_were_alone(run, alone, key):
-    job, by_itself = alone
-    mine, expected = ([e["extra"][key] for e in tiny.events(d, job) if e["event"] == "step"] for d in (run, by_itself))
-    assert len(expected) == STEPS and mine == expected
+def test_each_step_is_as_if_the_other_job_were_not_there(run, killed):
+    one, other = ([(e["extra"]["reward"], e["extra"]["loss"]) for e in _steps(it, "wide")] for it in (run, killed[0]))
+    assert len(one) == STEPS and one == other
+    assert len(_steps(killed[0], "narrow")) < STEPS
+
+
+def test_nothing_is_left_of_a_killed_job(killed):
+    assert killed[1] == []
 
 
 def test_both_fit_into_the_machine(run):

@@ -34,7 +34,6 @@ jobs:
   code: {nodes: auto, slo: 1.5, gpus: {rollout: 8, train: 8}}
   late: {after: [math, code]}
 """
-WITH_RAY = VALID.replace("seed: 3", "seed: 3, ray: '10.0.0.1:7'")
 REFUSED = {
     VALID: [
         ("dir: runs/x", "", ["dir"]),
@@ -43,6 +42,8 @@ REFUSED = {
         ("seed: 3", "seed: three", ["seed", "math"]),
         ("seed: 3", "python: '{here}/no/python'", ["'math'", "python is {here}/no/python", "no program /"]),
         ("seed: 3", "slo: .nan", ["jobs.math.slo", "given: nan", ">= 1"]),
+        ("seed: 3", "restarts: -1", ["`int` >= 0", "jobs.math.restarts", "given: -1"]),
+        ("dir: runs/x", "dir: runs/x\nbind: tcp://0.0.0.0:5570", ["bind is tcp://0.0.0.0:5570; one address of this machine"]),
         ("gpus: {rollout: 8}", "gpus: {rolout: 8}", ["'rolout'", "allowed: rollout, train"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: 9}", ["'math'", "9 GPUs", "'r0'", "has 8"]),
         ("gpus: {rollout: 8}", "gpus: {rollout: -1}", ["'math'", "-1 GPUs"]),
@@ -77,14 +78,6 @@ REFUSED = {
         ("math: {", "math: {after: [late], ", ["'math'", "its own end"]),
         ("nodes: auto", "nodes: any", ["jobs.code.nodes", "given: 'any'; allowed: a mapping, auto"]),
         ("kind: H20, ", "", ["'rollout'", "kind"]),
-    ],
-    WITH_RAY: [
-        (
-            "dir: runs/x",
-            "dir: runs/x\nbind: tcp://0.0.0.0:5570",
-            ["bind is tcp://0.0.0.0:5570; one address of this machine is needed"],
-        ),
-        ("seed: 3", "seed: 3, restarts: -1", ["`int` >= 0", "jobs.math.restarts", "given: -1"]),
     ],
 }
 

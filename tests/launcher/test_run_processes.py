@@ -199,12 +199,13 @@ def test_of_a_log_of_weeks_only_the_end_is_read(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_job_with_a_ray_cluster_joins_it_and_its_workers_get_the_mark_and_the_environment_but_in_no_command_line(tmp_path):
-    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, ray="10.0.0.1:20000", environment={"COLOUR": "blue"})
-    run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"a": spec}, bind="tcp://10.0.0.1:5570", environment={"COLOUR": "red"})
+def test_a_submitted_jobs_workers_get_the_mark_and_the_environment_but_in_no_command_line(tmp_path):
+    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, environment={"COLOUR": "blue"})
+    given = {"dir": str(tmp_path), "coordinator": {}, "submit": "http://10.0.0.1:8265", "environment": {"COLOUR": "red"}}
+    run = RunFile(**given, jobs={"a": spec}, bind="tcp://10.0.0.1:5570")
     job = JobProcess("a", spec, run, "tcp://10.0.0.1:5570")
     job.uid = "secret"
-    assert "++ray_kwargs.ray_init.address='10.0.0.1:20000'" in job._command and not any("secret" in word for word in job._command)
+    assert not any("secret" in word for word in job._command)
     assert f"mux.keys='{tmp_path}/keys'" in job._command
     given = job.environment()
     workers = json.loads(given["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"]
@@ -212,10 +213,13 @@ def test_a_job_with_a_ray_cluster_joins_it_and_its_workers_get_the_mark_and_the_
     assert workers == {"COLOUR": "blue", UID_VARIABLE: "secret"} and given[UID_VARIABLE] == "secret"
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_submitted_job_finds_its_cluster_by_itself_and_its_driver_is_what_a_user_would_submit(tmp_path, warm):
-    overrides = ["mux.launch.warm=true"] if warm else []
-    spec = JobSpec(nodes={"rollout": ["r0"], "train": ["t0"]}, ray="10.0.0.1:20000", overrides=overrides)
+@pytest.mark.parametrize(
+    ("word", "platform", "warm"),
+    [("mux.launch.warm=true", "", True), ("mux.launch.warm=null", "", False), ("mux.launch.warm=null", "cpu", True)],
+)
+def test_a_submitted_job_finds_its_cluster_by_itself_and_its_driver_is_what_a_user_would_submit(tmp_path, word, platform, warm):
+    nodes = {"rollout": ["r0"], "train": ["t0"]}
+    spec = JobSpec(nodes=nodes, overrides=[word], environment={"VERL_PLATFORM": platform})
     run = RunFile(dir=str(tmp_path), coordinator={}, jobs={"a": spec}, submit="http://10.0.0.1:8265")
     job = JobProcess("a", spec, run, "tcp://10.0.0.1:5570")
     forks = ["verl_mux.warm.fork_server"] if warm else []

@@ -73,7 +73,6 @@ def test_it_runs_both_jobs_on_the_hosts(case, run, tmp_path):
     assert last.startswith(f"python {RECIPE}/clusters.py {file} {via}") and last.endswith(f"-- verl-mux run {file}{options}")
     made = run_file.read(file)
     assert (made.bind, made.keys_folder()) == ("tcp://10.0.0.9:5570", tmp_path / "out" / "keys")
-    assert {name: job.ray for name, job in made.jobs.items()} == dict.fromkeys(("math", "code"), "10.0.0.9:20000")
     config = made.coordinator_config()
     assert (config.node("train0").host, config.node("rollout0").host) == ("n2", "n1")
 
@@ -105,50 +104,17 @@ POOLS = {
     "rollout": {"nodes": [{"name": "r0", "host": "a", "gpus": 8}, {"name": "r1", "host": "b", "gpu_ids": [0]}]},
     "train": {"nodes": [{"name": "t0", "host": "b", "gpus": 2, "gpu_ids": [2, 3]}]},
 }
-WIDE = {"ray": "10.0.0.9:20000", "nodes": {"rollout": ["r0", "r1"], "train": ["t0"]}}
-NARROW = {"ray": "10.0.0.9:20050", "nodes": {"rollout": ["r0"], "train": ["t0"]}}
 
 
 def options(words: list[str]) -> dict[str, str]:
     return dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
 
 
-def test_each_node_is_a_ray_start_on_its_host_with_its_resource_and_its_gpus():
-    train, first, second = clusters.plan({"jobs": {"wide": WIDE, "local": {"nodes": {}}}}, POOLS)
-    assert [it[:2] for it in (train, first, second)] == [(WIDE["ray"], host) for host in "bab"]
-    assert options(train[3])["resources"] == '{"mux_t0": 1}' and options(train[3])["num-gpus"] == "2"
-    assert train[2] == {"VERL_MUX_NODE": "t0", "CUDA_VISIBLE_DEVICES": "2,3"} and first[2] == {"VERL_MUX_NODE": "r0"}
-    assert second[2] == {"VERL_MUX_NODE": "r1", "CUDA_VISIBLE_DEVICES": "0"} and options(second[3])["num-gpus"] == "1"
-    assert {options(it[3])["address"] for it in (train, first, second)} == {"10.0.0.9:20000"}
-
-
-def test_jobs_of_one_cluster_have_one_ray_node_for_each_of_their_nodes():
-    jobs = {"wide": WIDE, "narrow": {**NARROW, "ray": WIDE["ray"]}}
-    assert [variables["VERL_MUX_NODE"] for _, _, variables, _ in clusters.plan({"jobs": jobs}, POOLS)] == ["t0", "r0", "r1"]
-    assert clusters.addresses({"jobs": jobs}) == [WIDE["ray"]]
-
-
-def test_no_two_ray_nodes_share_a_port_and_all_of_a_job_are_in_its_block():
-    jobs = {"wide": WIDE, "narrow": NARROW}
-    started = [options(words) for _, _, _, words in clusters.plan({"jobs": jobs}, POOLS)]
-    for job, first in (("wide", 20000), ("narrow", 20050)):
-        of_job = [options(clusters.head(jobs[job]["ray"])), *(it for it in started if it["address"] == jobs[job]["ray"] and
-                                                              "r0" not in it["resources"])]  # fmt: skip
-        used = [int(value) for it in of_job for name, value in it.items() if name.endswith("port") and value != "0"]
-        assert len(used) == len(set(used)) and all(first <= port < first + 50 for port in used)
-
-
-@pytest.mark.parametrize(
-    ("jobs", "words"),
-    [
-        ({"wide": WIDE, "narrow": {**NARROW, "ray": "10.0.0.9:20049"}}, "must be 50 apart; they are 20000, 20049"),
-        ({"wide": {**WIDE, "nodes": {"rollout": [f"n{i}" for i in range(5)], "train": ["n0"]}}}, "more than 4 nodes on host a"),
-    ],
-)
-def test_jobs_without_ports_of_their_own_are_refused(jobs, words):
-    many = {"many": {"nodes": [{"name": f"n{i}", "host": "a"} for i in range(5)]}}
-    with pytest.raises(SystemExit, match=words):
-        clusters.plan({"jobs": jobs}, POOLS | many)
+def test_each_host_is_a_ray_start_with_the_gpus_of_its_nodes_and_a_resource_for_each():
+    (one, first), (other, second) = clusters.plan("10.0.0.9:20000", POOLS)
+    assert (one, options(first)["resources"], options(first)["num-gpus"]) == ("a", '{"mux_r0": 1}', "8")
+    assert (other, options(second)["resources"], options(second)["num-gpus"]) == ("b", '{"mux_r1": 1, "mux_t0": 1}', "3")
+    assert {options(words)["address"] for words in (first, second)} == {"10.0.0.9:20000"}
 
 
 TWO_7B = RECIPE.parent / "two_7b_grpo"
@@ -169,7 +135,7 @@ def documented() -> list[tuple[str, str]]:
     return found
 
 
-def test_the_ray_clusters_that_the_documents_write_out_share_no_port_no_folder_and_no_host_memory():
+def test_the_ray_nodes_that_the_documents_write_out_share_no_port_no_folder_and_no_host_memory():
     used, folders = [], []
     for file, line in documented():
         host, _, command = line.partition(": ")

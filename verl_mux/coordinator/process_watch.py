@@ -20,6 +20,7 @@ from verl_mux.coordinator.core import hosts
 from verl_mux.coordinator.core.reaping import Sight, Sights, Verdict, judge
 from verl_mux.coordinator.core.records import RUNNING, DriverDied, Input, Job, JobState, NodeEmpty, NodesOwed, ProcessesGone, What
 from verl_mux.coordinator.core.state import IllegalMove, Machine, UnknownJob
+from verl_mux.places.place import LOOPBACK
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ProcessWatch:
         self._machine, self._take, self._clock, self._count = machine, take, clock, count
         self.waits_for: dict[str, list[str]] = {}
         self.sights = Sights()
-        self._names = [*members.names_of_this_host(), "localhost", "127.0.0.1", "::1"]
+        self._names = [*members.names_of_this_host(), *LOOPBACK]
         self._marked = members.Marked()
         self._looks: dict[str, list[Member]] = {}  # of dying jobs on this host, by uid
         self._looking: asyncio.Task | None = None

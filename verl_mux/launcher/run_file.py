@@ -40,7 +40,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     slo: Annotated[float, Meta(ge=1, le=10**9)] | None = None
     after: list[str] = []
     restarts: Annotated[int, Meta(ge=0)] = 0
-    ray: str | None = None
     python: str = "python"
 
 

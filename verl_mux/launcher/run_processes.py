@@ -186,9 +186,9 @@ class JobProcess(MarkedProcess):
     def __init__(self, name: str, spec: JobSpec, run: RunFile, address: str | None) -> None:
         self.spec = spec
         directory = run.directory / name
-        command = [*_keeping_exit_code(directory, interpreter(spec, run)), *_words(name, spec, run, address), *_ray(spec, run)]
-        self._joins = spec.ray is not None or run.submit is not None
-        forks = _forks(command, {**os.environ, **run.environment, **spec.environment}, self._joins)
+        command = [*_keeping_exit_code(directory, interpreter(spec, run)), *_words(name, spec, run, address), *_ray(run, spec)]
+        self._submitted = run.submit is not None
+        forks = _forks(command, {**os.environ, **run.environment, **spec.environment}, run.submit)
         before = ["verl_mux.warm.fork_server"] if forks else []
         if run.submit is not None:
             command = [*command[:4], "verl_mux.warm.submitted", run.submit, *before, *command[4:]]
@@ -199,9 +199,9 @@ class JobProcess(MarkedProcess):
         self._move_note = directory / MOVE_NOTE
 
     def environment(self) -> dict[str, str]:
-        """The workers of a Ray cluster that runs already get these variables by Ray's own way for submitted jobs."""
+        """The workers of a submitted job get these variables by Ray's own way."""
         own = super().environment()
-        if not self._joins:
+        if not self._submitted:
             return own
         own["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # where verl sets one of them too
         return {**own, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": own}})}
@@ -246,12 +246,13 @@ def composed(command: list[str], whose: str, environment: Mapping[str, str] = os
     return OmegaConf.to_container(OmegaConf.create(done.stdout))
 
 
-def _forks(command: list[str], environment: Mapping[str, str], joins: bool) -> bool:
-    """Whether the job's processes are forks: mux.launch.warm is true, or it is null, there is no GPU and the job has a Ray of its
-    own."""
+def _forks(command: list[str], environment: Mapping[str, str], cluster: str | None) -> bool:
+    """Whether the job's processes are forks: mux.launch.warm is true, or it is null and there is no GPU. `cluster`: the one that
+    the job is submitted to, which is taken to have some, unless VERL_PLATFORM says cpu."""
     given = [word.removeprefix(_WARM) for word in command if word.startswith(_WARM)]
     asked = given[-1].lower() if given else "null"
-    return asked == "true" or (asked == "null" and not joins and cpu_platform_wanted(command, environment))
+    joins = [f"ray_init.address={cluster}"] if cluster else []
+    return asked == "true" or (asked == "null" and cpu_platform_wanted([*command, *joins], environment))
 
 
 def _keeping_exit_code(directory: Path, python: str = sys.executable) -> list[str]:
@@ -281,12 +282,10 @@ def _words(name: str, spec: JobSpec, run: RunFile, address: str | None) -> list[
     return ["verl.trainer.main_ppo", "--config-name", run.config_name, *ours, *overrides, *resuming]
 
 
-def _ray(spec: JobSpec, run: RunFile) -> list[str]:
-    """A Ray of its own, or the cluster that the run file names or the run submits to, whose sizes its `ray start` has said."""
-    if spec.ray is not None or run.submit is not None:
-        sizes = [f"++ray_kwargs.ray_init.{key}=null" for key in ("num_cpus", "num_gpus", "object_store_memory")]
-        # A submitted job finds its cluster by itself.
-        return [f"++ray_kwargs.ray_init.address={_quoted(spec.ray) if spec.ray and not run.submit else 'null'}", *sizes]
+def _ray(run: RunFile, spec: JobSpec) -> list[str]:
+    """A Ray of its own. A submitted job finds its cluster by itself, and that has the sizes that its `ray start` has said."""
+    if run.submit is not None:
+        return [f"++ray_kwargs.ray_init.{key}=null" for key in ("address", "num_cpus", "num_gpus", "object_store_memory")]
     named = any("ray_init.address=" in word for word in (*run.overrides, *spec.overrides))
     return [] if named else ["++ray_kwargs.ray_init.address=local"]
 

@@ -13,6 +13,9 @@ import msgspec
 from verl_mux.errors import UserError
 
 
+LOOPBACK = "localhost", "127.0.0.1", "::1"
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a node. `host`: name or address of its machine, None: not bound. `gpu_ids`: which of that host's GPUs it is,
     in the driver's numbers, None: all. `cpus`: the cores on which its work stays where there is no GPU."""
@@ -45,8 +48,9 @@ def resource_of(node: str) -> str:
 
 
 def is_host(name: str, at: Location) -> bool:
-    """Is `name`, a name or an address, the machine at `at`? A name without its domain is enough on either side."""
-    if name in at.addresses:
+    """Is `name`, a name or an address, the machine at `at`? A name without its domain is enough on either side. A loopback name
+    stands for the only machine that there is."""
+    if name in at.addresses or name in LOOPBACK:
         return True
     one, other = name.lower(), at.host.lower()
     return one == other or (one.partition(".")[0] == other.partition(".")[0] and ("." not in one or "." not in other))
