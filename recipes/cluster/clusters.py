@@ -2,7 +2,7 @@
 
     python clusters.py RUN.yaml --via "ssh {host}" -- verl-mux run RUN.yaml --submit http://ADDRESS:20002
 
-Without a command cluster and agents go on until this program is ended. With --print nothing is started: it prints each `ray start`
+Without a command cluster and agents go on until this program is ended. With --print it starts nothing and prints each `ray start`
 with its host. Runs on the machine of `verl-mux run`, whose ADDRESS `bind` or `coordinator` names, and holds the cluster's head
 there, with Ray's job server. `--via` is what starts a command on a host. Each host is one `ray start`, with the GPUs of its
 nodes and a resource `mux_NODE` for each. What runs on a host is started again when it ends, and is ended when its standard input
@@ -94,8 +94,8 @@ def ray_start(first_port: int, services: tuple[str, ...], options: dict[str, Any
 def lines(ip: str, pools: dict[str, Any]) -> list[str]:
     """`host: command` of each Ray node that `main` would start."""
     dull = ("--block", "--disable-usage-stats", "--log-color=false")
-    started = [(ip, head(ip)), *plan(f"{ip}:{PORT}", pools)]
-    return [f"{host}: {shlex.join(['ray', *(word for word in words if word not in dull)])}" for host, (_, _, _, *words) in started]
+    nodes = [(ip, head(ip)), *plan(f"{ip}:{PORT}", pools)]
+    return [f"{host}: {shlex.join(['ray', *(word for word in words if word not in dull)])}" for host, (_, _, _, *words) in nodes]
 
 
 def on_host(via: str, host: str, command: list[str], variables: dict[str, str]) -> list[str]:

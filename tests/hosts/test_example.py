@@ -1,5 +1,4 @@
-"""`examples/hosts/run.sh`: two real jobs in one Ray cluster over three hosts, as a person runs it; and once more, with one of them
-killed."""
+"""`examples/hosts/run.sh`: two real jobs in one Ray cluster over three hosts, as a person runs it; once more with a kill."""
 
 from __future__ import annotations
 

@@ -61,7 +61,12 @@ def run(tmp_path, programs):
 
 CASES = {
     "slurm.sh": (["sbatch", str(RECIPE / "slurm.sh")], {"RECIPE": str(RECIPE)}, "--via srun --overlap", " --resume"),
-    "ssh.sh": (["bash", str(RECIPE / "ssh.sh"), "n1", "n2"], {"BIND": "10.0.0.9"}, "--via ssh -o BatchMode=yes", " --submit http://10.0.0.9:20002"),
+    "ssh.sh": (
+        ["bash", str(RECIPE / "ssh.sh"), "n1", "n2"],
+        {"BIND": "10.0.0.9"},
+        "--via ssh -o BatchMode=yes",
+        " --submit http://10.0.0.9:20002",
+    ),
 }
 
 

@@ -12,7 +12,6 @@ import msgspec
 
 from verl_mux.errors import UserError
 
-
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 
 
