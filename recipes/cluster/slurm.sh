@@ -22,7 +22,8 @@ mkdir -p "${DIR}"
 bind="$(getent ahostsv4 "$(hostname)" | awk '$1 !~ /^127\./ {print $1; exit}')"
 bash "${RECIPE}/fill.sh" "${RECIPE}/jobs.yaml" "${bind}" "${DIR}" "${hosts[@]}" >"${DIR}/run.yaml"
 via="srun --overlap --nodes=1 --ntasks=1 --quiet --nodelist={host} --"
-python "${RECIPE}/clusters.py" "${DIR}/run.yaml" --via "${via}" -- verl-mux run "${DIR}/run.yaml" --resume &
+python "${RECIPE}/clusters.py" "${DIR}/run.yaml" --via "${via}" -- \
+  verl-mux run "${DIR}/run.yaml" --submit "http://${bind}:20002" --resume &
 launcher=$!
 trap 'kill -INT "${launcher}"' INT TERM
 # The first wait ends with the signal, the second when the jobs have ended.
