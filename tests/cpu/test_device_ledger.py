@@ -126,6 +126,9 @@ def test_settings_say_which_device_a_process_and_its_children_use(monkeypatch):
     monkeypatch.setenv(ledger.NODE_VARIABLE, "r0")
     DeviceSettings().announce("code", "t1", 3)
     assert os.environ[ledger.NODE_VARIABLE] == "r0"
+    monkeypatch.delenv(ledger.NODE_VARIABLE)
+    DeviceSettings().announce("code", "t1", 3)
+    assert os.environ[ledger.NODE_VARIABLE] == "t1"
 
 
 # ---------------------------------------------------------------- accounts, one for each process

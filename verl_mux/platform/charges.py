@@ -73,8 +73,11 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "auto"
 
     def announce(self, job: str, node: str, device: int = 0) -> None:
-        """This process and its children use that device of the node, within the budget."""
-        if self.budget is not None:
+        """This process and its children use that device of the node, within the budget. Without one the node that the environment
+        names stays."""
+        if self.budget is None:
+            os.environ.setdefault(NODE_VARIABLE, node)
+        else:
             os.environ[BUDGET_VARIABLE] = str(round(self.budget * GB))
             os.environ[NODE_VARIABLE], os.environ[DEVICE_VARIABLE], os.environ[JOB_VARIABLE] = node, str(device), job
 
